@@ -3,6 +3,7 @@
 import copy
 import importlib
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -146,6 +147,50 @@ def clipped(model: torch.nn.Module, optimizer: AdamW, *batches: Tensor, reduce: 
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     optimizer.step()
     return loss.detach()
+
+
+def resumes(rank: int, world: int, experts: Any, root: str, first: int) -> tuple[list[float], list[Any], list[float]]:
+    """Losses of two calls from the checkpoint on, which are saved; the state before and after them; losses of eager."""
+    moe: Any = importlib.import_module("transformers.integrations.moe")
+    moe._can_use_grouped_mm = _uses_torch
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(first)
+    (entry,) = entries(["mixtral"])
+    built: Any = entry.build()
+    built.set_experts_implementation("grouped_mm")
+    model, other = Alone(built.model.layers[0].mlp), Alone(copy.deepcopy(built.model.layers[0].mlp))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    batches = [torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(call)) for call in range(6)]
+    expected = [mean_square(other, plain, x).item() for x in batches]
+    parallel: list[Any] = [ws.ContextParallel(style="fully_shard"), *([experts] if experts else [])]
+    step, states = ws.compile(mean_square, mesh=f"cp={world}", parallel=parallel), list[Any]()
+    if first:
+        assert ws.load(root, step).number == first
+    step.on_placed.append(lambda _: states.append(_whole(model, optimizer)))
+    losses = [step(model, optimizer, x).item() for x in batches[first : first + 2]]
+    ws.save(root, step)
+    held = [p.numel() for p in _local(model)]
+    assert sum(held) < 1.3 / world * sum(p.numel() for p in other.parameters())
+    return losses, [states[0], _whole(model, optimizer)], expected
+
+
+def _whole(model: torch.nn.Module, optimizer: AdamW) -> list[Tensor]:
+    """Parameters, and the state of the optimizer."""
+    values = [*model.parameters(), *(v for p in model.parameters() for v in optimizer.state[p].values())]
+    return [(v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for v in values]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_a_checkpoint_of_experts_on_their_ranks_is_one_of_any_ranks(ranks: int, tmp_path: Path) -> None:
+    """Then experts are gathered on half of the ranks, then on their ranks of two: the same bits, and one curve."""
+    losses, held, expected = list[float](), list[Tensor](), list[float]()
+    for first, world, experts in ((0, ranks, ROWS), (2, ranks // 2, None), (4, 2, WAYS["gathered"][0])):
+        mine, (before, after), eager = run_ranks(resumes, world, experts, str(tmp_path), first, timeout=280)[0]
+        pairs = zip(before, held or before, strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs), "what the checkpoint holds"
+        losses, held, expected = losses + mine, after, expected or eager
+    assert losses == pytest.approx(expected, rel=1e-10)
 
 
 class Hidden(torch.nn.Module):

@@ -155,12 +155,20 @@ def test_other_presets_plan(name: str):
 
 @NEEDS_HF
 def test_experts_stay_on_their_ranks() -> None:
-    """Of batches of their own, ranks send all rows."""
-    model = ["--hf", "qwen3-30b-a3b", "--layers", "1", "--seq", "8", "--mesh", "dp=4", "--optimizer", "sgd"]
+    """Of batches of their own, ranks send all rows: 1.07 GB a layer for 8,192 tokens, there and back, forward and
+    backward, where published figures have 3.6 GB of weights in 16 bits, three times. They cross at 28,000 tokens.
+    """
+    model = ["--hf", "qwen3-30b-a3b", "--layers", "1", "--seq", "8192", "--mesh", "dp=8", "--optimizer", "sgd"]
     code, text = run(*model, "--experts", "rows")
     assert code == 0, text
     assert "experts on dp by rows" in text
     assert "note: experts of 1 of 1 layers stay on their ranks of dp, in 1 of them rows are sent to experts" in text
+    prices = re.search(r"a rank sends for each of 1 layers of experts (\S+) GB by weights, (\S+) MB by rows", text)
+    assert prices, text
+    weights, rows = float(prices[1]) * 8 / 7, float(prices[2]) * 8 / 7e3
+    assert weights == pytest.approx(2 * 4 * 128 * 3 * 2048 * 768 / 1e9, rel=0.01), "in float32, gathered and summed"
+    assert rows == pytest.approx(1.07, rel=0.01)
+    assert 8192 * (weights * 3 * 2 / (2 * 4)) / rows == pytest.approx(28_000, rel=0.03)
     code, text = run(*model, "--experts", "rows", "--auto")
     assert (code, "--experts with --auto: needed one of them" in text) == (2, True)
 
