@@ -26,7 +26,7 @@ from wholestep.partition.stage_program import orders_in
 from wholestep.passes.bucket import GATHER
 from wholestep.passes.in_bodies import InBodies
 from wholestep.passes.order_collectives import collectives_of, with_collectives_in
-from wholestep.passes.order_stages import as_said, said_of
+from wholestep.passes.order_stages import as_said, said_of, with_orders
 from wholestep.planner.staged_plan import ShortStages, stage_passes, staged
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -194,6 +194,8 @@ def test_ranks_take_the_order_of_a_rank_with_another_batch() -> None:
     assert said_of(made) == said_of(one) != said_of(other)
     assert as_said(made, said_of(one), GPUS) is made
     assert staged(made, BlockPrices(GPUS, made.mesh)).step_us == staged(one, BlockPrices(GPUS, one.mesh)).step_us
+    fewer = _in_stages("zero2", "gpipe", pieces=2)
+    assert said_of(with_orders(fewer.copy(), "", GPUS, said_of(one))) == said_of(fewer), "of other pieces: its own"
 
 
 def test_products_run_beside_exchanges_of_activations() -> None:

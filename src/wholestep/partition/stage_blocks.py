@@ -7,6 +7,7 @@ by way of another stage: they are a block. So blocks follow from the sends alone
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -32,6 +33,8 @@ from .rows_by_rank import numbers_of, readers_of
 from .stage_actions import actions_of
 
 aten = torch.ops.aten
+NamedOrder = tuple[str, Orders]
+"""The order of a loop by name, and the tasks of each stage, as ranks tell each other."""
 
 
 def is_staged(loop: Loop) -> bool:
@@ -123,30 +126,20 @@ def put_blocks(calls: Sequence[Node], blocks: Sequence[StageBlock], axis: str, p
         meta.set_block(call, block)
 
 
-def in_order_of(loop: Loop, orders: Sequence[StageParts]) -> StageParts | None:
-    """The parts of the stages in the order of a loop that has the same blocks, messages and pieces; None without one.
+def in_order_of(
+    loop: Loop, named: NamedOrder, mesh: Mesh, axis: str, hardware: Hardware, device: str
+) -> StageParts | None:  # fmt: skip
+    """How stages share `loop` in the order of another one; None where it has other blocks or pieces, or would not end.
     An order follows from prices, which follow from sizes, and ranks have to keep to one.
     """
-    for other in orders:
-        for fillers in (False, True):
-            cut = StageCut(loop, len(other.parts), fillers)
-            forms = [_form(*about, cut.messages) for about in zip(cut.blocks, cut.totals, strict=True)]
-            if other.parts[0].pieces == loop.pieces and forms == [
-                _form(part.blocks, part.totals, part.messages) for part in other.parts
-            ]:
-                pairs = zip(other.parts, cut.blocks, cut.operands, strict=True)
-                return replace(other, parts=tuple(
-                    replace(part, blocks=tuple(map(_priced, blocks, part.blocks)), messages=cut.messages,
-                            operands=names)
-                    for part, blocks, names in pairs
-                ))  # fmt: skip
+    (name, orders), pieces = named, range(loop.pieces)
+    cuts = cuts_for(loop, mesh, axis, name)
+    runs = [[{(block.name, i) for block in blocks for i in pieces} for blocks in cut.blocks] for cut in cuts]
+    if list(map(set, orders)) in runs:
+        with suppress(GraphError):
+            parts = parts_in(orders, *cuts, mesh, axis, hardware, device)
+            return StageParts(parts, name, loop.stages.simulated_us if loop.stages else {})
     return None
-
-
-def _form(blocks: Sequence[StageBlock], totals: object, messages: Mapping[str, Message]) -> object:
-    """What an order is for: blocks, what they read and send, and what they add up."""
-    sent = [(message.name, message.value, message.source, message.target) for message in messages.values()]
-    return [(block.name, block.takes, block.gives) for block in blocks], totals, sent
 
 
 def _priced(block: StageBlock, other: StageBlock | BlockCost) -> StageBlock:

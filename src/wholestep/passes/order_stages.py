@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from ..cost.block_runs import Orders
 from ..cost.memory import peak_beside
 from ..cost.stage_orders import NAMED
 from ..graph import meta
@@ -19,15 +18,12 @@ from ..graph.stage_part import StageParts
 from ..graph.written_out import calls_in
 from ..hardware.hardware import Hardware
 from ..partition.lower import written
-from ..partition.stage_blocks import StageCut, cuts_for, in_order_of, is_staged, parts_in, stages_of
+from ..partition.stage_blocks import NamedOrder, StageCut, cuts_for, in_order_of, is_staged, stages_of
 from ..partition.stage_program import orders_in, stage_program
 from ..plan.check_plan import check_plan
 from ..plan.plan import Plan
 from .bucket_sizes import SizeBuckets
 from .in_bodies import InBodies
-
-Said = tuple[str, Orders]
-"""The order of a loop by name, and the tasks of each stage, as ranks tell each other."""
 
 
 @collector_paused()
@@ -47,31 +43,31 @@ def partition(graph: TrainGraph, plan: Plan) -> LocalGraph:
 
 
 @collector_paused()
-def lowered(graph: TrainGraph, plan: Plan, chosen: Sequence[StageParts] = ()) -> LocalGraph:
+def lowered(graph: TrainGraph, plan: Plan, chosen: Sequence[NamedOrder] = ()) -> LocalGraph:
     """`partition` by a plan that was made for this graph just now. Stages have an order of `chosen` where they fit."""
     return ordered(written(plan.decompose(graph), plan), plan, chosen)
 
 
-def ordered(local: LocalGraph, plan: Plan, chosen: Sequence[StageParts] = ()) -> LocalGraph:
+def ordered(local: LocalGraph, plan: Plan, chosen: Sequence[NamedOrder] = ()) -> LocalGraph:
     """`local`, which `written` returned, with the order of blocks that the plan says."""
     return with_orders(local, plan.options.order, plan.hardware, chosen) if plan.owners else local
 
 
-def with_orders(local: LocalGraph, order: str, hardware: Hardware, chosen: Sequence[StageParts] = ()) -> LocalGraph:
+def with_orders(local: LocalGraph, order: str, hardware: Hardware, chosen: Sequence[NamedOrder] = ()) -> LocalGraph:
     """`local`, the program of all stages, with the order in which stages run the pieces of its loops: that of one of
     `chosen` which has the same blocks, else the one of this name for blocks that a `Schedule` for `hardware` has
     scheduled. Loops that have that order keep it, or without a name their own.
     """
-    todo = dict[Node, Loop]()
+    todo, mesh, axis = dict[Node, Loop](), local.mesh, local.stage_axis
     for node in local.graph.nodes:
         loop = loop_of(node)
         if loop is None or not is_staged(loop):
             continue
-        if (stage_parts := in_order_of(loop, chosen)) is not None:
-            node.target = replace(loop, stages=stage_parts)
+        shared = (in_order_of(loop, named, mesh, axis, hardware, _device(local)) for named in chosen)
+        if (stages := next(filter(None, shared), None)) is not None:
+            node.target = replace(loop, stages=stages)
         elif loop.stages is None or order not in ("", loop.stages.order):
             todo[node] = loop
-    mesh, axis = local.mesh, local.stage_axis
     cuts = {node: cuts_for(loop, mesh, axis, order) for node, loop in todo.items()}
     beside = dict[Node, list[int]]()
     for several in zip(*cuts.values(), strict=True) if order != "gpipe" else ():  # which is the same at all prices
@@ -109,25 +105,24 @@ def _schedule(
     return held_bytes
 
 
-def note_orders(local: LocalGraph, chosen: list[StageParts]) -> None:
-    """Add how stages share the loops of a program to `chosen`, where nothing there has the same actions."""
-    actions = [[part.actions for part in stages.parts] for stages in chosen]
-    chosen += [stages for stages in orders_in(local) if [part.actions for part in stages.parts] not in actions]
+def note_orders(local: LocalGraph, chosen: list[NamedOrder]) -> None:
+    """Add the orders of the loops of a program to `chosen`."""
+    chosen += [named for named in said_of(local) if named not in chosen]
 
 
-def said_of(local: LocalGraph) -> tuple[Said, ...]:
+def said_of(local: LocalGraph) -> tuple[NamedOrder, ...]:
     """The orders of the loops of a program, for ranks whose batch may have another size."""
     return tuple((stages.order, stages.tasks) for stages in orders_in(local))
 
 
-def as_said(local: LocalGraph, loop_orders: tuple[Said, ...], hardware: Hardware) -> LocalGraph:
+def as_said(local: LocalGraph, loop_orders: tuple[NamedOrder, ...], hardware: Hardware) -> LocalGraph:
     """The program of all stages in the orders of another rank; a copy where these differ."""
     if said_of(local) == loop_orders:
         return local
     program, remaining, mesh, axis = local.copy(), iter(loop_orders), local.mesh, local.stage_axis
     for node in program.graph.nodes:
         if (loop := loop_of(node)) is not None and loop.stages is not None:
-            name, orders = next(remaining)
-            parts = parts_in(orders, *cuts_for(loop, mesh, axis, name), mesh, axis, hardware, _device(local))
-            node.target = replace(loop, stages=replace(loop.stages, parts=parts, order=name))
+            stages = in_order_of(loop, next(remaining), mesh, axis, hardware, _device(local))
+            assert stages is not None, "ranks run the same blocks"
+            node.target = replace(loop, stages=stages)
     return program

@@ -29,8 +29,8 @@ from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepErr
 from ..graph.counted_rows import refuse_assumed
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import planned_at
-from ..graph.stage_part import StageParts
 from ..hardware.hardware import Hardware
+from ..partition.stage_blocks import NamedOrder
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
 from ..plan.expert_rows import with_expert_rows
@@ -116,7 +116,7 @@ class Compiler:
     _chosen_on: Hardware | None = None
     _carried: Promoted = field(default_factory=Promoted)
     _changing: Promoted = field(default_factory=Promoted)
-    _orders: list[StageParts] = field(default_factory=list[StageParts])
+    _orders: list[NamedOrder] = field(default_factory=list[NamedOrder])
     branches: tuple[bool, ...] = ()
 
     def __post_init__(self) -> None:

@@ -15,16 +15,16 @@ from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..errors import PlanError
 from ..graph.graph import LocalGraph
-from ..graph.stage_part import StageParts
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
+from ..partition.stage_blocks import NamedOrder
 from ..partition.stage_program import channels_of, stage_program
 from ..passes.base import Pass, Watch, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.context import Context, Fitting
 from ..passes.fit_memory import FitMemory
 from ..passes.order_collectives import CallOrder, collectives_of
-from ..passes.order_stages import Said, as_said, note_orders, said_of, with_orders
+from ..passes.order_stages import as_said, note_orders, said_of, with_orders
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
@@ -52,7 +52,7 @@ class Finalizer:
     fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
     orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     fused: dict[str, Set[str]] = field(default_factory=dict[str, Set[str]])
-    _orders_of_blocks: dict[str, list[StageParts]] = field(default_factory=dict[str, "list[StageParts]"])
+    _orders_of_blocks: dict[str, list[NamedOrder]] = field(default_factory=dict[str, "list[NamedOrder]"])
     _calls: CallOrder = field(default_factory=CallOrder)
     choices: CachedChoices = field(init=False)
 
@@ -101,7 +101,8 @@ class Finalizer:
             local = with_orders(local.copy(), "", hardware, orders)
         else:
             label, what = f"{self.label}/blocks/{key}", "in which order stages run blocks"
-            local = as_said(local, self.rendezvous.broadcast(label, said_of(local), what, tuple[Said, ...]), hardware)
+            of_first = self.rendezvous.broadcast(label, said_of(local), what, tuple[NamedOrder, ...])
+            local = as_said(local, of_first, hardware)
         note_orders(local, orders)
         return local
 
