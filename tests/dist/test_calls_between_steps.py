@@ -268,3 +268,31 @@ def _compiled_evaluation(rank: int, world: int, style: str, first: bool) -> None
 @pytest.mark.parametrize("style", STYLES)
 def test_a_compiled_evaluation_shares_the_placed_model(style: str, first: bool) -> None:
     run_ranks(_compiled_evaluation, 2, style, first)
+
+
+class Twice(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+OTHER_PLACES: list[Callable[[Any], Any]] = [
+    lambda model: nn.utils.parametrize.register_parametrization(model.up, "weight", Twice()),
+    lambda model: nn.utils.weight_norm(model.up),
+    lambda model: setattr(model.down, "bias", None),
+]
+
+
+def _elsewhere(rank: int, world: int) -> None:
+    for move in OTHER_PLACES:
+        (ours, mine), (alone, theirs), step = make(), make(), ws.compile(train_step)
+        for number in range(4):
+            for model in (ours, alone) if number == 2 else ():
+                move(model)
+            train_step(alone, theirs, torch.cat([batch(number, other) for other in range(world)]))
+            step(ours, mine, batch(number, rank))
+        torch.testing.assert_close(evaluate(ours, batch(9, 0)), evaluate(alone, batch(9, 0)), rtol=1e-9, atol=1e-12)
+
+
+def test_a_parameter_is_elsewhere_or_gone() -> None:
+    """A module makes its weight of it, or has none any more: the step is captured again."""
+    run_ranks(_elsewhere, 2)

@@ -42,7 +42,10 @@ class Assumption:
         """True if the guard passes now."""
         if self.kind == "content":
             return _same_content(self.value, self.place.holder)
-        now = _NOW.get(self.kind, Location.get)(self.place)
+        try:
+            now = _NOW.get(self.kind, Location.get)(self.place)
+        except (KeyError, TypeError):  # the tensor whose attributes these were is gone
+            return False
         if self.kind == "built":
             return equal_objects(now, self.value)
         return now is self.value or (self.kind != "is" and type(now) is type(self.value) and now == self.value)
