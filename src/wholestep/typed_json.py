@@ -142,13 +142,11 @@ def _plain(kind: type, value: Any, at: str) -> Any:
         raise wrong(at, value, _NEEDED[kind])
     if isinstance(value, str):
         return _text(value, at)
-    if isinstance(value, (int, float)) and not (isfinite(value) if isinstance(value, float) else _is_small(value)):
+    if isinstance(value, (int, float)) and not (
+        isfinite(value) if isinstance(value, float) else -MOST_NUMBER <= value < MOST_NUMBER
+    ):
         raise wrong(at, value, "a number of at most 64 bits" if isinstance(value, int) else _NEEDED[float])
     return float(value) if kind is float else value
-
-
-def _is_small(value: int) -> bool:
-    return -MOST_NUMBER <= value < MOST_NUMBER
 
 
 def _text(value: str, at: str) -> str:

@@ -75,15 +75,10 @@ class _NoGuards(ShapeEnv):
 def fake_mode() -> FakeTensorMode:
     """Return a fake mode with static shapes, in which scalars read by optimizers stay symbolic."""
     shape_env = _NoGuards(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=False)
-    with forms_set([(traceback, "extract_stack", _no_stack)]):
+    with forms_set([(traceback, "extract_stack", lambda *_: traceback.StackSummary())]):  # torch reads all its sources
         return FakeTensorMode(
             allow_fallback_kernels=True, allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True
         )
-
-
-def _no_stack(*_: object) -> traceback.StackSummary:
-    """In place of the stack that a fake mode keeps: torch reads all its source files."""
-    return traceback.StackSummary()
 
 
 def is_fake(value: object) -> bool:

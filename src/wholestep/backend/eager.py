@@ -27,7 +27,7 @@ from ..graph.graph import Input
 from ..graph.nodes import communicates, function_of, is_mutating, is_wait, node_at, operands
 from ..graph.ops import NUMBERS_OF, ROWS_OF
 from ..graph.region import ByPiece, inputs_of, region_of
-from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluator, quotient, text_of
+from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluate, evaluator, quotient, text_of
 from .gloo.buffers import Buffers, with_buffers
 from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
@@ -173,7 +173,7 @@ class _Eager:
 
     @torch.no_grad()
     def finish(self, frame: FrameType, line: int) -> list[Any]:
-        """The rest of a call, from a line on; see `finished`."""
+        """The rest of a call, from a line on (`finished`)."""
         scope, nodes = {**frame.f_globals, **frame.f_locals}, dict(self._numbered)
         *rest, result = (text.strip() for text in self.source.splitlines()[line - 1 :])
         for number, text in enumerate(rest, line):
@@ -185,16 +185,12 @@ class _Eager:
                 region = region_of(node)
                 if is_wait(node) or any(map(communicates, region.body.nodes if region else [node])):
                     raise
-                scope[node.name] = self._zeros(node, scope)
-        return eval(result.removeprefix("return "), scope)
-
-    def _zeros(self, node: Node, scope: dict[str, Any]) -> Any:
-        """In the place of what a call would have returned."""
-        zeros = [
-            None if m is None else torch.zeros(eval(self._value(m.shape), scope), dtype=m.dtype, device=m.device)
-            for m in meta.tensors(node)
-        ]
-        return zeros if isinstance(meta.value(node), (list, tuple)) else zeros[0]
+                zeros = [
+                    m and torch.zeros(evaluate(self._value(m.shape), scope), dtype=m.dtype, device=m.device)
+                    for m in meta.tensors(node)
+                ]
+                scope[node.name] = zeros if isinstance(meta.value(node), (list, tuple)) else zeros[0]
+        return evaluate(result.removeprefix("return "), scope)
 
     def _compile(self) -> None:
         self._constants: dict[str, Any] = {}

@@ -54,7 +54,9 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
         return f"{readers[0]} takes a scheduled number as a Python number"
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     rows = zip(placeholders, inputs, example_inputs, strict=True)
-    brought = {n for n, i, example in rows if _is_number(n) and _comes_to(kind, i, example)}
+    brought = {
+        n for n, i, example in rows if _is_number(n) and (is_brought(i, example, kind) or example.device.type == kind)
+    }
     constants = _constants(graph, kind)
     numbers = following(graph, brought | constants) - constants
     for node in graph.nodes:
@@ -64,11 +66,6 @@ def obstacle(graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any
         if node.op == "call_function" and node in numbers | constants and _elsewhere(node, kind):
             return f"%{node.name} is a result that is computed on the host"
     return ""
-
-
-def _comes_to(kind: str, spec: Input, example: Any) -> bool:
-    """True for an input that is on the device in each call, wherever it was when the step was captured."""
-    return is_brought(spec, example, kind) or example.device.type == kind
 
 
 def _constants(graph: Graph, kind: str) -> set[Node]:

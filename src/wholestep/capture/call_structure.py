@@ -208,7 +208,8 @@ class _Opening:
         try:
             keys, items, names, values = parts(form, item)
             inner = self.outlines((*items, *values))
-            if outermost and not self._is_data(self.leaves[at_leaf:]):
+            leaves = self.leaves[at_leaf:] if outermost else ()
+            if len(leaves) > _MOST_LEAVES or any(type(leaf) is nn.Parameter for leaf in leaves):  # no data
                 raise _HolderError
         except _HolderError:
             if not outermost:
@@ -221,9 +222,6 @@ class _Opening:
         finally:
             self._inside &= not outermost
         return kind, keys, names, inner
-
-    def _is_data(self, leaves: list[Any]) -> bool:
-        return len(leaves) <= _MOST_LEAVES and not any(type(leaf) is nn.Parameter for leaf in leaves)
 
 
 def _tensor_of(array: np.ndarray[Any, Any]) -> torch.Tensor | None:

@@ -162,18 +162,15 @@ class _Walk:
             if self.version and any(self.current(operand) is not operand for operand in node.all_input_nodes):
                 _torch.set_operands(node, *torch.fx.map_arg((node.args, node.kwargs), self.current))
             if _torch.is_getitem(node.target):
-                self._visit_item(node)
+                listed, index = cast(tuple[Node, int], node.args)
+                if listed in self.returned:
+                    self.same[node] = self.returned[listed][index]
+                elif listed in self.source:
+                    self._view(node, listed)
             elif is_mutating(node):
                 self._visit_write(node)
             elif is_view(node) and node.all_input_nodes:  # of a number, as the conjugate of 1j, it is no view
                 self._view(node, node.all_input_nodes[0])
-
-    def _visit_item(self, node: Node) -> None:
-        listed, index = cast(tuple[Node, int], node.args)
-        if listed in self.returned:
-            self.same[node] = self.returned[listed][index]
-        elif listed in self.source:
-            self._view(node, listed)
 
     def _visit_write(self, node: Node) -> None:
         """Replace the op by its functional form, and record new values of the written tensors."""
@@ -204,20 +201,16 @@ class _Walk:
         if fresh == 1 and outputs > 1:  # the in-place op returns one tensor, the functional form several
             first = self._item(node, 0)
             node.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
-        if fresh == 0:
-            self._return_written(node, [operands[a.name] for a in writes])
+        written_now = [operands[a.name] for a in writes] if fresh == 0 else []  # is returned: later reads see these
+        if len(written_now) > 1:
+            self.returned[node] = written_now
+        elif written_now and isinstance(written_now[0], Node):
+            self.same[node] = self._eldest(written_now[0])
         for position, argument in enumerate(writes, start=fresh):
             tensors = operands.get(argument.name)
             read_only = _torch.is_fused_optimizer(form) and argument.name == "grads" and not operands.get("grad_scale")
             if tensors is not None and not read_only:
                 self._write_all(tensors, self._item(node, position) if outputs > 1 else node)
-
-    def _return_written(self, node: Node, written: list[Any]) -> None:
-        """Record that the op returns its written operands: later reads see the current value of these."""
-        if len(written) > 1:
-            self.returned[node] = written
-        elif isinstance(written[0], Node):
-            self.same[node] = self._eldest(written[0])
 
     def _write_all(self, tensors: Node | Sequence[Node], new: Node) -> None:
         if isinstance(tensors, Node):

@@ -117,19 +117,15 @@ class Form:
         if kind in VIEWS:
             return VIEWS[kind](keys, items)
         if self.items is tuple:
-            instance = _tuple(kind, items)
+            try:
+                instance = tuple.__new__(cast(Any, kind), items)
+            except TypeError:  # a named result of torch
+                instance = cast(Any, kind)(items)
         else:
             instance = cast(Any, self.items or object).__new__(kind)
             self.set_contents(instance, keys, items)
         self.set_attributes(instance, attributes)
         return instance
-
-
-def _tuple(kind: type, items: tuple[Any, ...]) -> Any:
-    try:
-        return tuple.__new__(cast(Any, kind), items)
-    except TypeError:  # a named result of torch
-        return cast(Any, kind)(items)
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

@@ -170,7 +170,9 @@ class Outside:
     def _own_line(self, passes: Callable[[FrameType], bool] | None = None) -> str:
         """Return the user's line that called the patched function, at once or through frames that pass, or ""."""
         frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]  # of the patched function's caller
-        while frame is not None and (_is_ours(frame) or (passes is not None and passes(frame))):
+        while frame is not None and (
+            "wholestep/_torch/" in (file := frame.f_code.co_filename) or file == __file__ or (passes and passes(frame))
+        ):
             frame = frame.f_back
         if frame is None or not is_own_code(frame.f_code.co_filename) or _is_in_handler(frame):
             return ""
@@ -186,10 +188,6 @@ def _is_in_handler(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_code not in handlers:
         frame = frame.f_back
     return frame is not None
-
-
-def _is_ours(frame: FrameType) -> bool:
-    return "wholestep/_torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__
 
 
 def _is_of(modules: tuple[str, ...]) -> Callable[[FrameType], bool]:

@@ -48,7 +48,9 @@ class RoundedUpdates:
                 self._check(optimizer, param, state.get(param, {}))
                 wide = param.detach().float()
                 wide.grad = param.grad.detach().float()
-                state[wide] = Entry(state[param]).copy(_widened)
+                state[wide] = Entry(state[param]).copy(
+                    lambda v: v.float() if isinstance(v, Tensor) and v.dtype is torch.bfloat16 else v
+                )
                 group["params"][place] = wide
                 self._wide.append((optimizer, group, place, param, wide))
 
@@ -90,7 +92,3 @@ class RoundedUpdates:
                 f"an optimizer whose state has a tensor {_COUNT!r}, from which random numbers follow, as AdamW's",
                 "use another optimizer, or leave out stochastic_rounding=",
             )
-
-
-def _widened(value: Any) -> Any:
-    return value.float() if isinstance(value, Tensor) and value.dtype is torch.bfloat16 else value

@@ -388,11 +388,6 @@ for _name in ("__contains__", "__eq__", "__getitem__", "__iter__", "__len__", "c
     setattr(SeenState, _name, _seen(_name))
 
 
-def asked_for(state: StepState) -> tuple[tuple[Optimizer, torch.Tensor], ...]:
-    """Return the parameters whose state a traced step has asked for before there was some, each with its optimizer."""
-    return tuple((o, param) for o in state.optimizers.values() for param in cast(SeenState, o.state).asked)
-
-
 @contextlib.contextmanager
 def restored(state: StepState) -> Generator[None]:
     """Restore parameters, buffers, groups, state and modes at the end of this context, in which state is empty."""

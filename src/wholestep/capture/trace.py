@@ -229,7 +229,8 @@ class Traced:
             self.watch.assign_to_batch({n: (i, fakes[n], n in self.reset) for i, n in batch})
             self.places.unchecked()
             self.watch.extra += self.branches.values
-            self.unmade = held_state.asked_for(state)
+            states = [(o, cast(held_state.SeenState, o.state)) for o in state.optimizers.values()]
+            self.unmade = tuple((optimizer, param) for optimizer, entries in states for param in entries.asked)
             finals = self._new_values(fakes)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]

@@ -220,7 +220,8 @@ def _overlap(parts: list[_Part], dim: int, tried: int) -> bool:
         return False
     dims = len(parts[0][0])
     if tried == dims:  # no dim tells any of them apart
-        return any(_share(first, other) for i, first in enumerate(parts) for other in parts[:i])
+        pairs = (zip(*first, *other, strict=True) for i, first in enumerate(parts) for other in parts[:i])
+        return any(all(a < b + m and b < a + n for a, n, b, m in dims) for dims in pairs)
     groups, end = list[list[_Part]](), 0
     for part in sorted(parts, key=lambda part: part[0][dim]):
         if not groups or part[0][dim] >= end:
@@ -228,10 +229,6 @@ def _overlap(parts: list[_Part], dim: int, tried: int) -> bool:
         groups[-1].append(part)
         end = max(end, part[0][dim] + part[1][dim])
     return any(_overlap(group, (dim + 1) % dims, tried + 1 if len(groups) == 1 else 0) for group in groups)
-
-
-def _share(first: _Part, other: _Part) -> bool:
-    return all(a < b + m and b < a + n for a, n, b, m in zip(*first, *other, strict=True))
 
 
 def _checksum(content: Mapping[str, Any]) -> int:

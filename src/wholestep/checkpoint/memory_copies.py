@@ -235,7 +235,8 @@ def _exchange(now: Snapshot, world: World, alone: bytes | None) -> tuple[dict[st
         return None
     differing = [name for n, name in enumerate(sums, 1) if len({row[n] for row in rows}) > 1]
     padded = alone.ljust(max(lengths), b"\0")
-    parts = [torch.frombuffer(bytearray(padded), dtype=torch.uint8), *(_bytes_of(now.tensors[n]) for n in differing)]
+    tensors = (now.tensors[name].detach().cpu().contiguous().reshape(-1) for name in differing)
+    parts = [torch.frombuffer(bytearray(padded), dtype=torch.uint8), *(tensor.view(torch.uint8) for tensor in tensors)]
     stacked = torch.stack([row.cpu() for row in _gathered(torch.cat(parts), world)])
     return {"rows": stacked, "alone": lengths, "buffers": differing}, differing
 
@@ -247,7 +248,3 @@ def _gathered(tensor: Tensor, world: World) -> list[Tensor]:
     out = [torch.empty_like(tensor) for _ in range(world.mesh.size)]
     dist.all_gather(out, tensor)
     return out
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -61,7 +61,8 @@ def take(state: StepState) -> Snapshot:
         plain = values[label] = {"": {k: v for k, v in entries.items() if not isinstance(k, torch.Tensor)}}
         for owner, param in state.params.items():
             entry = Entry(entries.get(param.tensor, {}))
-            rest = {k: v for k, v in entry.copy(_unless_tensor).items() if not isinstance(entry.table[k], torch.Tensor)}
+            rest = entry.copy(lambda value: None if isinstance(value, torch.Tensor) else value)
+            rest = {k: v for k, v in rest.items() if not isinstance(entry.table[k], torch.Tensor)}
             plain |= {owner: rest} if rest else {}
             for key, value in entry.leaves().items():
                 if not isinstance(value, torch.Tensor):
@@ -89,10 +90,6 @@ def with_attributes(state: StepState, manifest: Manifest) -> StepState:
     }  # fmt: skip
     carry(both := replace(state, buffers=dict(state.buffers)), attributes)
     return both
-
-
-def _unless_tensor(value: Any) -> Any:
-    return None if isinstance(value, torch.Tensor) else value
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -136,7 +136,8 @@ def peak_us(
         if not count or not node.all_input_nodes:
             continue
         us = count / hardware.peak_flops_per_us(_name(_multiplied(node)))
-        once, again = (once, again + us) if _runs_again(node) else (once + us, again)
+        runs_again = meta.is_recomputed(node) or (meta.is_backward(node) and bool(meta.module_path(node)))
+        once, again = (once, again + us) if runs_again else (once + us, again)
     return once, again
 
 
@@ -162,11 +163,6 @@ def _mostly(counted: Counter[str]) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _runs_again(node: Node) -> bool:
-    """True for what a pass recomputes, and for what the captured step does: a module that runs in the backward."""
-    return meta.is_recomputed(node) or (meta.is_backward(node) and bool(meta.module_path(node)))
 
 
 def _multiplied(node: Node) -> torch.dtype:

@@ -81,7 +81,7 @@ class Clock:
         elif is_collective(node):
             self.now += host_us(node, self.hardware, self.mesh)[0]
             self._send(node, str(node.args[-1]))
-        elif (copy_us := _host_copy_us(node, self.hardware)) is not None:
+        elif node.target in HOST_COPIES and (copy_us := self.hardware.host_copy_us(meta.size_bytes(node))) is not None:
             stream = f"to {HOST_COPIES[node.target]}"
             self.begun[node] = max(self.copies_free.get(stream, 0.0), self.now)
             self.ends[node] = self.copies_free[stream] = self.begun[node] + copy_us
@@ -282,11 +282,6 @@ def whole_bytes(node: Node) -> int:
     """Bytes of the largest buffer that a rank holds for a collective; with a part for itself, where it sends all."""
     size_bytes = max(meta.size_bytes(node_at(node, 0)), meta.size_bytes(node))
     return -(-size_bytes * ranks // (ranks - 1)) if (ranks := ranks_in_ring(node)) else size_bytes
-
-
-def _host_copy_us(node: Node, hardware: Hardware) -> float | None:
-    """Microseconds of a copy between host and device; None for other nodes, and where the host computes."""
-    return hardware.host_copy_us(meta.size_bytes(node)) if node.target in HOST_COPIES else None
 
 
 def kind_of(node: Node) -> Collective:

@@ -175,7 +175,8 @@ class Peers:
         self._own = replace(self._main.beat(self._own, most_s), has_left=self._over.is_set())
         self._store.set(self._key(self.rank), encode(self._key(self.rank), self._own))
         listened_s = min(time.monotonic() - self._answered_at, most_s)
-        keys = {self._key(rank): rank for rank in (self._watched, 0) if self._is_there(rank)}
+        others = [rank for rank in (self._watched, 0) if rank != self.rank]  # who may not have made their first call
+        keys = {self._key(r): r for r in others if r in self._seen or self._store.check([self._key(r)])}
         failed = self._key("failed")
         *texts, failure = self._store.multi_get([*keys, failed])
         for (key, rank), text in zip(keys.items(), texts, strict=True):
@@ -192,10 +193,6 @@ class Peers:
                 failure = self._publish(failed, failure, verdict)
         if failure not in _NOBODY:
             self._know(decode(failed, failure, RankFailure))
-
-    def _is_there(self, rank: int) -> bool:
-        """Whether another rank has said anything yet: it may not have made its first call."""
-        return rank != self.rank and (rank in self._seen or self._store.check([self._key(rank)]))
 
     def _publish(self, key: str, before: bytes, verdict: RankFailure | None) -> bytes:
         """The first failure that any rank has found stays."""

@@ -159,11 +159,6 @@ def _pairwise(kind: str, units: Units) -> list[LinkLoad]:
     return [LinkLoad(pieces / units[0], hop) for pieces, hop in zip(sent, hops, strict=True)]
 
 
-def _gloo(kind: str, units: Units) -> list[LinkLoad]:
-    """Gloo's rings. A step replaces a reduce-scatter by an all-to-all and a local sum (`backend/gloo`)."""
-    return _pairwise(kind, units) if kind == "reduce_scatter" else _ring(kind, units)
-
-
 ALGORITHMS: dict[str, Callable[[str, Units], list[LinkLoad]]] = {
     "ring": _ring,
     "flat": _flat,
@@ -172,5 +167,6 @@ ALGORITHMS: dict[str, Callable[[str, Units], list[LinkLoad]]] = {
     "nvls_tree": _nvls,
     "pairwise": _pairwise,
     "copy_engine": _pairwise,
-    "gloo": _gloo,
+    # a step replaces a reduce-scatter of gloo by an all-to-all and a local sum (`backend/gloo`)
+    "gloo": lambda kind, units: (_pairwise if kind == "reduce_scatter" else _ring)(kind, units),
 }

@@ -395,7 +395,8 @@ class _Lowering:
         full = meta.one_tensor(node)
         path = reshard(have, want, full.shape, full.dtype.itemsize, self.plan.mesh, self.plan.hardware)
         sums = [s for s in path.steps if s.kind in ("all_reduce", "reduce_scatter") and s.op in ("sum", "avg")]
-        other = self._reduce_dtype(full) if sums and full.shape and self._is_gradient(node) else None
+        is_gradient = node not in self.moving or node in self.incomplete  # sums of activations keep their dtype
+        other = self._reduce_dtype(full) if sums and full.shape and is_gradient else None
         if sums and all(step.axis == TIME for step in sums):  # in 16 bits, each piece would round the sum again
             other = torch.float32 if full.dtype in (torch.bfloat16, torch.float16) else None
         if other is None:
@@ -410,10 +411,6 @@ class _Lowering:
         new = self.emit.call(aten._to_copy.default, (node,), replace(meta.one_tensor(node), dtype=dtype), node)
         new.kwargs = {"dtype": dtype}
         return new
-
-    def _is_gradient(self, node: Node) -> bool:
-        """True for a gradient of a parameter: sums of activations are sent in the dtype of the activations."""
-        return node not in self.moving or node in self.incomplete
 
     def _reduce_dtype(self, full: TensorMeta) -> torch.dtype | None:
         name = self.plan.options.reduce_dtype

@@ -66,16 +66,12 @@ def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Messag
         waited.clear()
     replied: list[tuple[Action, ...]] = []
     for actions in by_stage:
-        several = [[action, *(Action("sent", *key) for key in _answered(action, answers))] for action in actions]
-        listed = [action for some in several for action in some]
+        answered = ((a, answers.get((a.name, a.piece), ()) if a.kind == "wait" else ()) for a in actions)
+        listed = [action for first, keys in answered for action in (first, *(Action("sent", *key) for key in keys))]
         left = {(action.name, action.piece) for action in listed if action.kind == "sent"}
         sent = [(action.name, action.piece) for action in listed if action.kind == "send"]
         replied.append((*listed, *(Action("sent", *key) for key in sent if key not in left)))
     return tuple(replied)
-
-
-def _answered(action: Action, answers: Mapping[Task, Sequence[Task]]) -> Sequence[Task]:
-    return answers.get((action.name, action.piece), ()) if action.kind == "wait" else ()
 
 
 def _actions(stage: int, exchanged: _Exchanged) -> tuple[Action, ...]:

@@ -64,16 +64,15 @@ class _Work:
         self.batch_dependent, main = forward_backward(self.local)
         reductions = [c for c in self.calls if c.target in (REDUCE, SCATTER) and c in self.batch_dependent]
         followers = {c: reached(c.users, attrgetter("users")) for c in reductions}
-        fixed = main | {node for out, node in self.results if not self._may_move(out)}
+        lasting = [
+            name for name, role in self.roles.items() if role in (Role.PARAM, Role.STATE)
+        ]  # read in the next call
+        fixed = main | {node for out, node in self.results if out.kind != "update" or out.target not in lasting}
         fixed |= {node for node in self.calls if _has_sizes(node)}
         movable = [c for c, after in followers.items() if after and not after & fixed]
         self.late = set[Node]().union(*(followers[c] for c in movable))
         self.carried = [c for c in movable if c not in self.late]
         self._move_operands()
-
-    def _may_move(self, out: Output) -> bool:
-        """True for updates of existing parameters and optimizer state: nothing reads them until the next call."""
-        return out.kind == "update" and self.roles.get(out.target) in (Role.PARAM, Role.STATE)
 
     def _move_operands(self) -> None:
         """Move operands of `late` that are functions of stored tensors along; the body computes its own copies."""

@@ -30,7 +30,8 @@ class PeelPieces(InPlace):
     def change(self, local: LocalGraph) -> LocalGraph:
         """Write out runs of blocks in `local`."""
         runs = [node for node in local.graph.nodes if region_of(node)]
-        for run in dict.fromkeys([*_last_runs(local, runs), *_first_runs(local, runs)]):
+        last = [run for run in runs if any(_is_exchanged(local, item) for item in run.users)]
+        for run in dict.fromkeys([*last, *_first_runs(local, runs)]):
             _write_body(run)
         if runs or any(map(loop_of, local.graph.nodes)):
             _start_early(local)
@@ -59,11 +60,6 @@ def _start_early(local: LocalGraph) -> None:
 
 def _moves(node: Node) -> bool:
     return node.op == "call_function" and not is_wait(node) and not is_collective(node) and not bodies_of(node)[1]
-
-
-def _last_runs(local: LocalGraph, runs: list[Node]) -> list[Node]:
-    """The calls that complete what ranks of the stage reduce."""
-    return [run for run in runs if any(_is_exchanged(local, item) for item in run.users)]
 
 
 def _is_exchanged(local: LocalGraph, item: Node) -> bool:

@@ -86,17 +86,13 @@ def rounding(graph: TrainGraph, moves: Container[Node]) -> frozenset[Node]:
     The order of such a sum changes its result, and iterations (Newton-Schulz in Muon) do not contract the error: on
     sharded operands the update would differ from that of one device by far more than the gradients do.
     """
-    seen = reached(
-        (n for n in graph.graph.nodes if n.target in PRODUCTS),
-        where=lambda node: node not in moves and node.target not in COMPLETE and _is_coarse(node),
-    )
+    tensors = {node: meta.tensors(node) for node in graph.graph.nodes if node not in moves}
+    in_16_bits = {n for n, of in tensors.items() if any(m and m.dtype in (torch.bfloat16, torch.float16) for m in of)}
+    products = (n for n in graph.graph.nodes if n.target in PRODUCTS)
+    seen = reached(products, where=lambda node: node in in_16_bits and node.target not in COMPLETE)
     coarse = {n for n in seen if not (_torch.is_getitem(n.target) or n.target in CHEAP or is_pointwise(n.target))}
     siblings = [n for n in seen - coarse if any(u in coarse for operand in n.all_input_nodes for u in operand.users)]
     return frozenset(coarse.union(siblings))  # they read the same operand, which is gathered once
-
-
-def _is_coarse(node: Node) -> bool:
-    return any(m is not None and m.dtype in (torch.bfloat16, torch.float16) for m in meta.tensors(node))
 
 
 def per_rank_buffers(graph: TrainGraph) -> frozenset[str]:

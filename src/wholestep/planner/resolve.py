@@ -75,7 +75,8 @@ def plan_strategies(
 ) -> PlannedStep:  # fmt: skip
     """The plan of `strategies`, `TensorParallel("auto")` among them. Raises as `plan` does."""
     strategies.axes(mesh)
-    return make_plan(graph, mesh, _with_auto_solved(strategies, graph, mesh, placed), placed, hardware)
+    solved = strategies.with_open(lambda part: _solved(part, strategies, graph, mesh, placed or {}))
+    return make_plan(graph, mesh, solved, placed, hardware)
 
 
 @collector_paused()
@@ -86,13 +87,6 @@ def planned_program(
     """The plan of `strategies`, and the program of a rank. Raises as `plan` does."""
     step = plan_strategies(graph, mesh, strategies, placed, hardware)
     return step.plan, ordered(written(step.graph, step.plan), step.plan)
-
-
-def _with_auto_solved(
-    strategies: Strategies, graph: TrainGraph, mesh: Mesh, placed: Mapping[str, Layout] | None = None
-) -> Strategies:
-    """`strategies` with `SolvedLayouts` in place of `TensorParallel("auto")`; what is placed already stays."""
-    return strategies.with_open(lambda part: _solved(part, strategies, graph, mesh, placed or {}))
 
 
 def _solved(

@@ -31,7 +31,7 @@ def measure_hardware(world: World, stage_axis: str = "") -> Hardware:
     """
     if world.device.startswith("cuda"):
         return _measure_gpus(world)
-    crowd = _ranks_per_core(world)
+    crowd = max(_ranks_here(world) * torch.get_num_threads() / len(os.sched_getaffinity(0)), 1.0)  # ranks on a core
     before = _computing(world)
     links = [measure_link(world, axis.name) for axis in world.mesh.axes if axis.size > 1 and world.devices is not None]
     rounds = torch.cat([before, _computing(world)], 1)  # others may compute during half of them
@@ -262,17 +262,8 @@ def crowded(world: World) -> float:
     """
     if world.device.startswith("cuda"):
         return 0.0
-    return min(max(1.0 - _spare_cores(world), 0.0), 1.0)
-
-
-def _spare_cores(world: World) -> float:
-    """How many cores of this host each rank has beside those of its threads; negative where ranks share cores."""
-    return len(os.sched_getaffinity(0)) / _ranks_here(world) - torch.get_num_threads()
-
-
-def _ranks_per_core(world: World) -> float:
-    """Ranks that share a core of this host, at least 1."""
-    return max(_ranks_here(world) * torch.get_num_threads() / len(os.sched_getaffinity(0)), 1.0)
+    spare_cores = len(os.sched_getaffinity(0)) / _ranks_here(world) - torch.get_num_threads()  # of each rank
+    return min(max(1.0 - spare_cores, 0.0), 1.0)
 
 
 def _ranks_here(world: World) -> int:

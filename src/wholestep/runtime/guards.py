@@ -82,10 +82,6 @@ class TensorGuard:
         now = tensor_attributes(value)
         return now.keys() == self.attributes.keys() and all(_same_value(now[k], v) for k, v in self.attributes.items())
 
-    def fits_but_sizes(self, value: Any) -> bool:
-        """True when `value` is such a tensor, of any sizes."""
-        return replace(self, dims=(0,)).fits(value)
-
 
 @dataclass(frozen=True)
 class LeafGuard:
@@ -299,7 +295,8 @@ class Guards:
         if structure != self._structure or now != self._ambient:
             return False
         pairs = zip(leaves, self._leaves, strict=True)
-        if not all(g.fits_but_sizes(v) if isinstance(g, TensorGuard) else _same_value(v, g) for v, g in pairs):
+        pairs = ((v, replace(g, dims=(0,)) if isinstance(g, TensorGuard) else g) for v, g in pairs)  # of any sizes
+        if not all(g.fits(v) if isinstance(g, TensorGuard) else _same_value(v, g) for v, g in pairs):
             return False
         return not self._check_held() and self._check_host() is None and not self._shared(leaves)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -135,15 +134,12 @@ class SymbolicSizes:
         """Whether a capture has symbols that vary, whose size it did not fix; those that it did are captured one by
         one.
         """
-        captured.sized.record.say, captured.sized.record.busy = self.log, self._compiling
+        text, timeout_s = "compiling a region for other sizes", self.options.user.agree_timeout_s
+        captured.sized.record.say, captured.sized.record.busy = self.log, lambda: ACTIVITY.doing(text, timeout_s)
         fixed = captured.sized.fixed()
         for place, where in fixed.items():
             self._fix(place, where)
         return any(place not in fixed and place not in self._guessed for place in captured.sized.record.dims.values())
-
-    def _compiling(self) -> AbstractContextManager[object]:
-        """This rank compiles a region alone, in a call."""
-        return ACTIVITY.doing("compiling a region for other sizes", self.options.user.agree_timeout_s)
 
     def failed(self, dims: Mapping[str, Sequence[int]], error: Exception) -> bool:
         """A capture with these dims as symbols failed. True if it may do with fewer: those of which one size is known

@@ -269,17 +269,14 @@ class ProblemBuilder:
     def partial_parts(self, picked: Sequence[int]) -> set[str]:
         """Decomposed ops of which a part returns partial values, under an assignment."""
         options = [choice.options[i] for choice, i in zip(self.choices, picked, strict=True)]
-        summed = (n for n, chosen in self._picked(options) if any(map(_leaves_a_sum, chosen)))
+        sums = [bool(o.reduced) or any(state.kind == "P" for state in o.gives.values()) for o in options]
+        summed = (n for n in self.calls if any(sums[c] for c in self.of_class.get(self.number[n], ())))
         return {name for n in summed if (name := meta.part_of(n))}
 
     def _picked(self, options: Sequence[Option]) -> Iterator[tuple[Node, list[Option]]]:
         """The options of each call, of those of the choices."""
         for node in self.calls:
             yield node, [options[c] for c in self.of_class.get(self.number[node], ())]
-
-
-def _leaves_a_sum(option: Option) -> bool:
-    return bool(option.reduced) or any(state.kind == "P" for state in option.gives.values())
 
 
 def _load(move: Move, later: bool, hidden: bool) -> StepLoad:

@@ -175,11 +175,8 @@ def _multiplied(
 def _product(function: Callable[..., Any], op: Any, what: str) -> Callable[..., Any]:
     if op in PRODUCTS:
         PRODUCTS.add(function)
-    return _with_rule(called(function, op, what), _multiplies_back if str(op) == BACKWARD else _multiplies)
-
-
-def _multiplies_back(call: Call) -> Bind:
-    return Bind("t k, e! k n, t, t n -> t k, e! k n", "3")
+    back = Bind("t k, e! k n, t, t n -> t k, e! k n", "3")
+    return _with_rule(called(function, op, what), (lambda _: back) if str(op) == BACKWARD else _multiplies)
 
 
 def _multiplies(call: Call) -> BoundRule:
