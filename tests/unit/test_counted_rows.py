@@ -317,6 +317,24 @@ def test_a_mean_of_no_rows_is_nan_as_in_eager() -> None:
     assert math.isnan(ws.compile(train)(model, optimizer, batches()[0][0]))
 
 
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_that_are_as_many_as_the_batch_are_counted_in_each_call(rows: int) -> None:
+    """One row would be repeated, and its gradient a sum: the program is for as many as the batch has."""
+
+    def squares(m: Picks, h: Tensor) -> Tensor:
+        return (m.out(h)[h[:, 0] > 0] * h).square().sum()
+
+    step, (model, optimizer) = ws.compile(train), made(squares)()
+    every, none = torch.full((10, D), 4.0), torch.full((10 - rows, D), -4.0)
+    with torch.no_grad():
+        model.into.weight.copy_(torch.eye(D))
+    step(model, optimizer, every)
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ws.CaptureError, match="combines rows that it counts while it runs as if u0 == 10"):
+        step(model, optimizer, torch.cat([every[:rows], none]))
+    assert all(map(torch.equal, model.parameters(), before))
+
+
 def gradients(model: Picks, x: Tensor) -> tuple[Tensor, ...]:
     model.zero_grad()
     loss = model(x)

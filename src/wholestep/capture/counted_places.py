@@ -17,7 +17,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.ops import NUMBERS_OF, ROWS_OF
+from ..graph.ops import BEHIND, NUMBERS_OF, ROWS_OF
 from ..sizes import evaluate
 from .branches import Branches
 from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
@@ -66,7 +66,7 @@ class CountedPlaces:
         if key not in self.numbers:
             self.numbers[key] = self.symbols.count(self.symbols.most(mask.numel()))
         places = ROWS_OF(mask, self.numbers[key])
-        self.rows.setdefault(str(self.numbers[key]), places)
+        self.rows.setdefault(str(self.numbers[key]), BEHIND((mask != 0).sum(), places))
         return places
 
     def read(self, function: Any, values: torch.Tensor, refusal: CaptureError) -> Any:
@@ -144,8 +144,7 @@ class CountedPlaces:
     def branch(self, text: str, likely: bool | None = None) -> bool | None:
         """Return what a comparison of numbers of rows is taken for: the same wherever Python asks again."""
         if text not in self.taken:
-            used = {symbol: self.rows[symbol] for symbol in re.findall(r"\w+", text) if symbol in self.rows}
-            numbers = {s: rows.new_ones(rows.shape[0]).sum() if rows.dim() else rows for s, rows in used.items()}
+            numbers = {symbol: self.rows[symbol] for symbol in re.findall(r"\w+", text) if symbol in self.rows}
             bounds = {"min": _bound(torch.minimum), "max": _bound(torch.maximum)}
             value = evaluate(text, {**numbers, **bounds})
             likely = self._likely(text) if likely is None else likely
