@@ -1,5 +1,6 @@
 """Values made again in blocks of stages and in loops over micro-batches: numbers, peaks, times, what is refused."""
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -12,12 +13,16 @@ import wholestep as ws
 from tests.alone import fake_group, predicted_and_measured
 from tests.clock_stages import Stages
 from tests.stage_models import SEQUENCE, batches, maker, train
+from tests.steps import mean_square
 from tests.together import Double, OneDevice, compare, joined, without_chance
-from wholestep.cost.stage_costs import BlockPrices
+from wholestep.backend.rank_binding import bind
+from wholestep.capture import Capture, capture_step
+from wholestep.cost.stage_costs import BlockPrices, resize_regions
 from wholestep.errors import PlanError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.loop import with_bodies
+from wholestep.graph.sizes_in_graph import at_sizes
 from wholestep.partition.stage_program import stage_program
 from wholestep.passes.fit_memory import FitMemory
 from wholestep.passes.recompute_layers import RecomputeLayers
@@ -209,6 +214,28 @@ def test_a_budget_is_met_in_each_stage(order: str) -> None:
         for stage in range(2):
             own = ws.run_passes(stage_program(fit.local, stage), fit.passes)
             assert predicted_and_measured(own, group, exchange=False)[1] <= budget
+
+
+def test_a_program_with_symbols_holds_what_that_of_the_size_does() -> None:
+    """What `memory_bytes` is compared with at each size of a batch."""
+    model = nn.Sequential(*(module for _ in range(4) for module in (nn.Linear(32, 32), nn.GELU())))
+
+    def captured(rows: int, **options: Any) -> Capture:
+        given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(rows, 32)
+        return capture_step(mean_square, given, {}, **options)
+
+    def bound(made: Capture, stage: int) -> LocalGraph:
+        local = ws.partition(made.graph, ws.plan(made.graph, "pp=2", ws.Pipeline(micro_batches=4)))
+        own = ws.run_passes(stage_program(local, stage), [Reinplace()])
+        return replace(own, graph=bind(own, {"pp": stage}, {"pp": "pp"}))
+
+    made, fixed = captured(16, dynamic={"x": (0,)}), captured(64)
+    assert made.symbols is not None
+    for stage in range(2):
+        sized = bound(made, stage)
+        at_sizes(sized.graph, dict.fromkeys(made.symbols.record.dims, 64))
+        resize_regions(sized.graph)
+        assert ws.peak_memory(sized).size_bytes == ws.peak_memory(bound(fixed, stage)).size_bytes
 
 
 @pytest.mark.full

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import cast
 
 from torch.fx import Graph
 
+from ..graph import meta
 from ..graph.nodes import ends_of
+from ..graph.region import Region
 from ..graph.stage_part import StageBlock
 from ..graph.storage import storages
+from ..graph.written_out import blocks_in, calls_in, region_from
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .block_runs import BlockCost
@@ -63,6 +67,19 @@ def block_costs(blocks: Sequence[Sequence[StageBlock]], axis: str, prices: Block
     return costs
 
 
+def resize_regions(graph: Graph) -> None:
+    """Let regions of a stage hold what the sizes in their bodies say."""
+    for calls in calls_in(graph).values():
+        regions = {block.name: cast(Region, call.target) for call in calls if (block := meta.block(call))}
+        blocks = [replace(block, body=regions[block.name].body) for block in blocks_in(calls)]
+        memory = LeftMemory(blocks)
+        for block in blocks:
+            sized = replace(block, work_bytes=memory.of(block)[2])
+            regions[block.name] = region_from(block.body, regions[block.name].pieces, sized)
+        for call in calls:
+            call.target = regions[block.name] if (block := meta.block(call)) else call.target
+
+
 @dataclass
 class LeftMemory:
     """The memory in which blocks of a stage leave values of a piece to later ones, by where it was made: a message, or
@@ -79,10 +96,10 @@ class LeftMemory:
     def __post_init__(self) -> None:
         self.storages = [storages(block.body) for block in self.blocks]
         for number, (block, block_storages) in enumerate(zip(self.blocks, self.storages, strict=True)):
-            for message in block.receives:
-                if message.name not in self.root:
-                    self._note(message.name, message.name, message.size_bytes, number)
-            for name in block.takes:
+            received = {message.name for message in block.receives}
+            for name, node in zip(block.takes, block.body.nodes, strict=False):
+                if name in received and name not in self.root:
+                    self._note(name, name, meta.size_bytes(node), number)
                 if name in self.root:
                     self.last[self.root[name]] = number
             of = {member: storage for storage in block_storages for member in storage.members}

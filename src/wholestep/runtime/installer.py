@@ -18,6 +18,7 @@ from ..backend.recordable import transport
 from ..backend.recordings import Recordings, alone
 from ..capture.state import StepState
 from ..cost.memory import peak_memory
+from ..cost.stage_costs import resize_regions
 from ..distributed.launch import World
 from ..distributed.lockstep import lockstep
 from ..distributed.rendezvous import Rendezvous
@@ -166,6 +167,7 @@ def _over(budget_bytes: int, program: Program, sizes: Mapping[str, int]) -> str:
     """Why a batch of these sizes does not fit into the budget with what the program recomputes; empty if it does."""
     bound = bound_to_rank(program.local.copy(), program.world)
     at_sizes(bound.graph, sizes)
+    resize_regions(bound.graph)
     peak_bytes = peak_memory(bound).size_bytes
     problem = f"the step holds {human(peak_bytes)} at these sizes, of memory_bytes={human(budget_bytes)}"
     return problem if peak_bytes > budget_bytes else ""
