@@ -149,7 +149,8 @@ def drawn(draw: Draw, name: str) -> tuple[list[Any], dict[str, Any]]:
     named: dict[str, Any] = {}
     takes_any = any(one.kind is one.VAR_POSITIONAL for one in _parameters(call))
     for one in _parameters(call):
-        if one.kind is one.VAR_KEYWORD or (one.default is not one.empty and draw(st.integers(0, 2)) == 0):
+        left_out = draw(st.integers(0, 29 if one.default is one.empty else 2)) == 0
+        if one.kind is one.VAR_KEYWORD or left_out:
             continue
         how, kind = draw(st.integers(0, 9)), hints.get(one.name, Any)
         value = by_annotation(draw, kind) if how < 6 else odd_object(draw)
@@ -163,6 +164,8 @@ def drawn(draw: Draw, name: str) -> tuple[list[Any], dict[str, Any]]:
             args.append(value)
         else:
             named[one.name] = value
+    if draw(st.integers(0, 29)) == 0:
+        named["of_another_name"] = 1
     return args, named
 
 
