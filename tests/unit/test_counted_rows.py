@@ -251,6 +251,15 @@ def slices(m: Picks, h: Tensor) -> Tensor:
     )
 
 
+def all_or_none(m: Picks, h: Tensor) -> Tensor:
+    """The product is of one row, too, and fails for nine."""
+    rows = m.out(h)[h[:, 0] > 0]
+    return (rows * torch.ones(10, D)).sum() if len(rows) == 10 else m.token.sum() + m.out(rows).sum()
+
+
+QUESTIONS = [
+    mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row, all_or_none,
+]  # fmt: skip
 PROGRAMS = [
     litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct, none_at_all,
     divided, as_many_of_two, picked_twice, not_suppressed,
@@ -292,7 +301,7 @@ def test_one_program_serves_all_numbers_of_rows(body: Callable[..., Tensor]) -> 
 
 @pytest.mark.parametrize(
     "body",
-    [mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row],
+    QUESTIONS,
     ids=lambda body: body.__name__,
 )
 def test_a_question_about_the_number_is_a_branch(body: Callable[..., Tensor]) -> None:

@@ -26,7 +26,7 @@ from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
 from ..dtensor import placements
-from ..errors import CaptureError, StateError
+from ..errors import StateError
 from ..graph import meta
 from ..graph.graph import BRANCHES, EXPERT_ROWS, NONFINITE, Input, LocalGraph, Role
 from ..graph.loop import with_bodies
@@ -305,19 +305,20 @@ class Program:
         except Exception as error:  # of another branch, perhaps, which rows that are counted do not fit
             if not is_behind_branch(error, self.capture.branches):
                 raise
-            out = finished(error)
+            self._refuse_other(finished(error))
+            raise
         if self.capture.branches:
-            differ, same = cast("list[list[float]]", out[self._all_results].tolist())
-            number = next((i for i, count in enumerate(differ) if count), None)
-            if number is not None:
-                raise self._other(number, bool(same[number]))
+            self._refuse_other(out)
         return out
 
-    def _other(self, number: int, differ: bool) -> CaptureError:
-        for items, before in self._before:
-            put_back(items, before)
-        self.phase = Phase.BEFORE
-        return other_branch(self.capture.branches, number, differ)
+    def _refuse_other(self, out: Sequence[Any]) -> None:
+        differ, same = cast("list[list[float]]", out[self._all_results].tolist())
+        number = next((i for i, count in enumerate(differ) if count), None)
+        if number is not None:
+            for items, before in self._before:
+                put_back(items, before)
+            self.phase = Phase.BEFORE
+            raise other_branch(self.capture.branches, number, bool(same[number]))
 
     def follows(self, branches: tuple[bool, ...]) -> bool:
         """Whether the program takes these branches, and may take others behind them."""
