@@ -218,7 +218,7 @@ def sorted_by_expert(m: Picks, h: Tensor) -> tuple[Tensor, Tensor, Callable[[Ten
 
     def combined(rows: Tensor) -> Tensor:
         y = torch.zeros_like(rows).index_copy(0, order, rows)
-        return m.out((y.view(*ids.shape, -1) * weights.unsqueeze(-1)).sum(1)).square().mean()
+        return m.out((y.view(*ids.shape, D) * weights.unsqueeze(-1)).sum(1)).square().sum()
 
     return h[order // 2], torch.bincount(flat, minlength=EXPERTS), combined
 
@@ -342,6 +342,11 @@ def test_rows_that_are_as_many_as_the_batch_are_counted_in_each_call(rows: int) 
     with pytest.raises(ws.CaptureError, match="combines rows that it counts while it runs as if u0 == 10"):
         step(model, optimizer, torch.cat([every[:rows], none]))
     assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_batches_without_rows() -> None:
+    step = same_as_eager(train, made(split_by_counts), [batches(rows)[i] for i, rows in enumerate((10, 0, 6, 0))])
+    assert len(step.programs) == 3
 
 
 def gradients(model: Picks, x: Tensor) -> tuple[Tensor, ...]:

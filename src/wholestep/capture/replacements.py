@@ -226,7 +226,7 @@ def fixed_sizes(
         return aten.index.Tensor(x, places)
 
     def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
-        fewest = value_of(x.max().clamp(min=minlength - 1) + 1) if x.numel() else torch.tensor(minlength)
+        fewest = value_of((x.max() if x.numel() else x.sum() - 1).clamp(min=minlength - 1) + 1)
         if fewest is not None:
             with _torch.outside_of_trace():
                 size = int(fewest)
