@@ -181,8 +181,7 @@ class _Eager:
             try:
                 exec(text, scope)
             except Exception:
-                node = nodes[number]
-                region = region_of(node)
+                region = region_of(node := nodes[number])
                 if is_wait(node) or any(map(communicates, region.body.nodes if region else [node])):
                     raise
                 zeros = [
