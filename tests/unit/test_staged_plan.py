@@ -170,8 +170,8 @@ def test_a_step_takes_what_the_programs_of_its_stages_take(style: str, order: st
     passes = stage_passes(local.mesh, local.stage_axis, prices)
     stages = Stages(local, HARDWARE, passes)
     made = staged(local, prices, order)
-    # the last micro-batch runs apart: under zero2 its reduce-scatters go on beside what follows, which no block shows
-    assert made.step_us == pytest.approx(stages.step_us(), rel=0.05 if style == "zero2" else 0.001)
+    # the last micro-batch runs apart: its reductions go on beside what follows, which no block shows
+    assert made.step_us == pytest.approx(stages.step_us(), rel={"zero2": 0.05, "replicate": 0.005}.get(style, 0.001))
     sent = [sum(one.count for one in program.collectives().values()) for program in stages.programs]
     unscheduled = staged(local, prices, order, ws.default_passes(schedule=None))
     assert made.collectives < unscheduled.collectives

@@ -55,48 +55,24 @@ class Checkpoint:
 
 @overload
 def save(
-    directory: str | Path,
-    step: CompiledStep | None = None,
-    *,
-    model: Modules | None = None,
-    optimizer: Optimizers | None = None,
-    number: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    keep: int = 2,
-    every: None = None,
-    wait: Literal[True] = True,
+    directory: str | Path, step: CompiledStep | None = None, *, model: Modules | None = None,
+    optimizer: Optimizers | None = None, number: int | None = None, extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None, keep: int = 2, every: None = None, wait: Literal[True] = True,
     grace: float | str | None = None,
-) -> Path: ...
+) -> Path: ...  # fmt: skip
 @overload
 def save(
-    directory: str | Path,
-    step: CompiledStep | None = None,
-    *,
-    model: Modules | None = None,
-    optimizer: Optimizers | None = None,
-    number: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    keep: int = 2,
-    every: int | None = None,
-    wait: bool = True,
+    directory: str | Path, step: CompiledStep | None = None, *, model: Modules | None = None,
+    optimizer: Optimizers | None = None, number: int | None = None, extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None, keep: int = 2, every: int | None = None, wait: bool = True,
     grace: float | str | None = None,
-) -> Path | Future[Path] | None: ...
+) -> Path | Future[Path] | None: ...  # fmt: skip
 def save(
-    directory: str | Path,
-    step: CompiledStep | None = None,
-    *,
-    model: Modules | None = None,
-    optimizer: Optimizers | None = None,
-    number: int | None = None,
-    extra: Mapping[str, Any] | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    keep: int = 2,
-    every: int | None = None,
-    wait: bool = True,
+    directory: str | Path, step: CompiledStep | None = None, *, model: Modules | None = None,
+    optimizer: Optimizers | None = None, number: int | None = None, extra: Mapping[str, Any] | None = None,
+    stateful: Mapping[str, Stateful] | None = None, keep: int = 2, every: int | None = None, wait: bool = True,
     grace: float | str | None = None,
-) -> Path | Future[Path] | None:
+) -> Path | Future[Path] | None:  # fmt: skip
     """Save parameters, buffers, optimizer state and options, the number of calls and every rank's random state.
 
     Called on every rank, with a step that was called or with `model` and `optimizer`. A crash at any point leaves the
@@ -189,14 +165,9 @@ def _check_stateful(stateful: Mapping[str, Stateful] | None) -> None:
 
 
 def load(
-    directory: str | Path,
-    step: CompiledStep | None = None,
-    *,
-    model: Modules | None = None,
-    optimizer: Optimizers | None = None,
-    stateful: Mapping[str, Stateful] | None = None,
-    strict: bool = False,
-) -> Checkpoint:
+    directory: str | Path, step: CompiledStep | None = None, *, model: Modules | None = None,
+    optimizer: Optimizers | None = None, stateful: Mapping[str, Stateful] | None = None, strict: bool = False,
+) -> Checkpoint:  # fmt: skip
     """Load a checkpoint into a step, or into a model and an optimizer; into nothing, it is only checked and described.
 
     Called on every rank; any number of ranks and any layout may load what any other saved. Random state comes back

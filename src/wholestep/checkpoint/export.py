@@ -28,13 +28,9 @@ Format = Literal["safetensors", "dcp"]
 
 
 def export(
-    directory: str | Path,
-    model: nn.Module | str | Path,
-    format: Format = "safetensors",
-    *,
-    dtype: torch.dtype | None = None,
-    max_file_bytes: int | str = "5GB",
-) -> Path:
+    directory: str | Path, model: nn.Module | str | Path, format: Format = "safetensors", *,
+    dtype: torch.dtype | None = None, max_file_bytes: int | str = "5GB",
+) -> Path:  # fmt: skip
     """Write the parameters and buffers of a model to a new folder, as safetensors or as plain DCP.
 
     Called on every rank. `"safetensors"` is what `from_pretrained` of transformers reads: one file or several with an

@@ -16,14 +16,9 @@ from .padding import checked_dim, split, unpad
 
 
 def mesh_scatter(
-    output: Tensor,
-    scatter_list: Sequence[Tensor] | None,
-    mesh: DeviceMesh,
-    mesh_dim: int | str = 0,
-    async_op: bool = False,
-    *,
-    group_src: int = 0,
-) -> dist.Work | None:
+    output: Tensor, scatter_list: Sequence[Tensor] | None, mesh: DeviceMesh, mesh_dim: int | str = 0,
+    async_op: bool = False, *, group_src: int = 0,
+) -> dist.Work | None:  # fmt: skip
     """Scatter the `scatter_list` of a source rank to the ranks along one dim of the mesh, into `output`.
 
     Each group of ranks along `mesh_dim` has its own source: rank number `group_src` of the group. All tensors have the

@@ -61,14 +61,9 @@ def reshard(tensor: Tensor, source: Placed, target: Placed, mesh: DeviceMesh, sh
 
 
 def shard_dim_alltoall(
-    tensor: Tensor,
-    gather_dim: int,
-    shard_dim: int,
-    mesh: DeviceMesh,
-    mesh_dim: int | str = 0,
-    *,
+    tensor: Tensor, gather_dim: int, shard_dim: int, mesh: DeviceMesh, mesh_dim: int | str = 0, *,
     size: int | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Gather `gather_dim`, which is sharded along `mesh_dim`, and shard `shard_dim` instead, with one all-to-all.
 
     `tensor` is this rank's shard. `size` is the global size of `gather_dim`, required if it is not divisible by the

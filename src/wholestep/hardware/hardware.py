@@ -102,21 +102,12 @@ class Hardware:
 
     @staticmethod
     def measured(
-        *,
-        flops_per_us: float = 50_000.0,
-        memory_bytes_per_us: float = 8_000.0,
-        launch_us: float = 4.0,
-        link_us: float = 250.0,
-        link_bytes_per_us: float = 1_000.0,
-        math_bytes_per_us: float = 0.0,
-        attention_flops_per_us: float = 0.0,
-        view_us: float = 0.0,
-        bucket_copy_bytes_per_us: float = 0.0,
-        product_bytes_per_us: float = 0.0,
-        ranks_per_core: float = 1.0,
-        collectives: Sequence[CollectiveCost] = (),
+        *, flops_per_us: float = 50_000.0, memory_bytes_per_us: float = 8_000.0, launch_us: float = 4.0,
+        link_us: float = 250.0, link_bytes_per_us: float = 1_000.0, math_bytes_per_us: float = 0.0,
+        attention_flops_per_us: float = 0.0, view_us: float = 0.0, bucket_copy_bytes_per_us: float = 0.0,
+        product_bytes_per_us: float = 0.0, ranks_per_core: float = 1.0, collectives: Sequence[CollectiveCost] = (),
         name: str = "measured",
-    ) -> Hardware:
+    ) -> Hardware:  # fmt: skip
         """Hardware from the rates of one rank, with one link that all ranks share. The default rates are those of a
         slow CPU on a slow link.
 

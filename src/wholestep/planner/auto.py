@@ -128,16 +128,10 @@ class Auto:
 
     @existing_objects_frozen()
     def search(
-        self,
-        graph: TrainGraph,
-        mesh: Mesh | str,
-        placed: Mapping[str, Layout] | None = None,
-        same_batches: bool = False,
-        hardware: Hardware | None = None,
-        passes: Sequence[Pass] | None = None,
-        watch: Watch | None = None,
-        software: Software = OWN,
-    ) -> SearchResult:
+        self, graph: TrainGraph, mesh: Mesh | str, placed: Mapping[str, Layout] | None = None,
+        same_batches: bool = False, hardware: Hardware | None = None, passes: Sequence[Pass] | None = None,
+        watch: Watch | None = None, software: Software = OWN,
+    ) -> SearchResult:  # fmt: skip
         """Every candidate with its outcome, and the winner's plan. On a mesh `"auto=N"`, axes are chosen too.
 
         Args:

@@ -18,13 +18,9 @@ from .staged_plan import staged
 
 
 def simulate(
-    local: LocalGraph,
-    hardware: Hardware,
-    compiled: bool = False,
-    *,
-    profile: KernelTimes | None = None,
+    local: LocalGraph, hardware: Hardware, compiled: bool = False, *, profile: KernelTimes | None = None,
     software: Software = OWN,
-) -> SimulationResult:
+) -> SimulationResult:  # fmt: skip
     """Predict the time of a step from the order of its program. If a step ends in the next call, the result is that of
     the second of two steps. `compiled`: ops run as the kernels that `backend="inductor"` makes of them.
     `profile`: measured kernels count as measured. `software`: other software that runs the step.
@@ -46,13 +42,9 @@ def simulate(
 
 
 def timeline(
-    local: LocalGraph,
-    hardware: Hardware,
-    compiled: bool = False,
-    *,
-    profile: KernelTimes | None = None,
+    local: LocalGraph, hardware: Hardware, compiled: bool = False, *, profile: KernelTimes | None = None,
     software: Software = OWN,
-) -> Timeline:
+) -> Timeline:  # fmt: skip
     """Predict the timeline of a step on `hardware`. If a step ends in the next call, it is that of the second of two.
     `compiled`: ops run as the kernels that `backend="inductor"` makes of them; a kernel is named after its last op.
     `profile`: measured ones count; `software`: other software that runs the step. Memory is that of the program op

@@ -24,14 +24,9 @@ __all__ = ["Candidate", "Costs", "Template", "as_json", "compare", "costs", "sho
 
 
 def compare(
-    graph: TrainGraph,
-    mesh: Mesh,
-    chosen: Sequence[Template],
-    hardware: Hardware | None = None,
-    watch: Callable[[str], None] | None = None,
-    passes: Sequence[Pass] | None = None,
-    software: Software = OWN,
-) -> list[Candidate]:
+    graph: TrainGraph, mesh: Mesh, chosen: Sequence[Template], hardware: Hardware | None = None,
+    watch: Callable[[str], None] | None = None, passes: Sequence[Pass] | None = None, software: Software = OWN,
+) -> list[Candidate]:  # fmt: skip
     """A row for each template, the fastest for each batch first, errors last.
 
     Costs of a deep step are extrapolated from steps with few of its equal layers, except those of the fastest template.

@@ -29,18 +29,10 @@ _ROWS = 12  # of the longest ops and the largest tensors
 
 
 def report(
-    path: str | Path,
-    plan: Plan,
-    graph: TrainGraph | LocalGraph,
-    hardware: Hardware | None = None,
-    *,
-    model: str = "",
-    alternatives: Sequence[Candidate] = (),
-    chosen: str = "",
-    compiled: bool = False,
-    profile: KernelTimes | None = None,
-    software: Software = OWN,
-) -> None:
+    path: str | Path, plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware | None = None, *,
+    model: str = "", alternatives: Sequence[Candidate] = (), chosen: str = "", compiled: bool = False,
+    profile: KernelTimes | None = None, software: Software = OWN,
+) -> None:  # fmt: skip
     """Write `plan` as one HTML page that needs no network: layouts, collectives, memory and the streams of a step.
 
     Args:

@@ -64,13 +64,9 @@ def entries_of(rule: RuleText, call: Call) -> int:
 
 
 def apply(
-    rule: RuleText,
-    call: Call,
-    sizes: Mapping[str, str],
-    local: Mapping[str, Callable[..., Any]],
-    by_shape: frozenset[int],
-    filled: frozenset[str],
-) -> BoundRule:
+    rule: RuleText, call: Call, sizes: Mapping[str, str], local: Mapping[str, Callable[..., Any]],
+    by_shape: frozenset[int], filled: frozenset[str],
+) -> BoundRule:  # fmt: skip
     """`rule` bound to `call`; a RuleError names the tensor whose shape it does not fit."""
     terms = inputs_of(rule, call)
     where = {i: s.positions for i, s in enumerate(call.slots) if s.positions and i < len(terms)}

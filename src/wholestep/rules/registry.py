@@ -71,19 +71,11 @@ FAMILIES: list[Callable[[Any], Function | None]] = []
 
 
 def rule(
-    op: Any,
-    text: str = "",
-    *,
-    linear: str = "",
-    moves: str = "",
-    reduces: Mapping[str, str] | None = None,
-    sizes: Mapping[str, str] | None = None,
-    local: Mapping[str, Callable[..., Any]] | None = None,
-    by_shape: Collection[int] = (),
-    filled: Collection[str] = (),
-    samples: Samples | None = None,
+    op: Any, text: str = "", *, linear: str = "", moves: str = "", reduces: Mapping[str, str] | None = None,
+    sizes: Mapping[str, str] | None = None, local: Mapping[str, Callable[..., Any]] | None = None,
+    by_shape: Collection[int] = (), filled: Collection[str] = (), samples: Samples | None = None,
     origin: str = "yours",
-) -> Callable[[Function], Function]:
+) -> Callable[[Function], Function]:  # fmt: skip
     """Register which dims of an op's tensors are sharded together. Precedes built-in rules and discovery.
 
     The text has one term for each tensor argument, then one for each tensor result; results that lack a factor are
