@@ -1648,6 +1648,36 @@ class ListRebuilt(World):
         return self.update(x, self.recent[0])
 
 
+@refused("the step may have read the old container")
+class ListChangedAndRebuilt(World):
+    """What holds the old list sees the change."""
+
+    def __init__(self):
+        super().__init__()
+        self.recent = [torch.ones(()), torch.ones(())]
+        self.first = self.recent
+
+    def step(self, x):
+        self.recent[0] = 0.5 * self.recent[0]
+        factor = self.first[0]
+        self.recent = [self.recent[1], factor]  # here
+        return self.update(x, factor)
+
+
+@refused("the step may have read the old container")
+class ListOfTwoPlaces(World):
+    """A change of it between calls would be seen at both."""
+
+    def __init__(self):
+        super().__init__()
+        self.recent, self.other = [torch.ones(())], [torch.ones(())]
+
+    def step(self, x):
+        loss = self.update(x, self.recent[0] + self.other[0])
+        self.recent = self.other = [0.5 * self.recent[0]]  # here
+        return loss
+
+
 @case
 class AccumulateHook(World):
     def __init__(self):
@@ -2460,6 +2490,31 @@ class TuplesInTuples(World):
         self.kept = Averages(0.9 * kept.mean + h.mean(0), kept.square * h.square().mean(0)), (total + loss,)
         self.n = int(type(self.kept[0]) is Averages)
         return loss
+
+
+@case
+class ContainersAreReplaced(World):
+    """Lists and dicts of tensors that a step reads, and puts others in place of; who holds the old ones keeps them."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.kept = [torch.zeros(2), torch.ones(2)], {"mean": torch.ones(2), "deep": [(torch.ones(()),)]}
+        self.first = self.hidden
+        self.seen = []
+
+    def step(self, x):
+        h, c = self.hidden
+        [(total,)] = self.kept["deep"]
+        loss = self.update(x, 1.0 + h.square().sum() + c.mean() + self.kept["mean"].sum() + total)
+        out = self.model(x).detach()
+        self.hidden = [0.5 * h + out.mean(0), c * 0.75]
+        self.kept = {"mean": 0.5 * self.kept["mean"] + out.mean(0), "deep": [(0.5 * total + loss,)]}
+        return loss
+
+    def between(self, n):
+        self.seen.append(self.hidden)
+        if n == 3:
+            self.hidden[1] = torch.full((2,), 0.25)
 
 
 @torch.library.custom_op("wholestep_tests::scale_", mutates_args={"x"})

@@ -427,7 +427,7 @@ def _trace_until_carried(request: Request) -> Traced:
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     promoted = request.promoted | _mixed_options(request)
-    carry(request.state, {path: entry for path, entry in request.reach.tensors.items() if path in promoted.tensors})
+    carry(request.state, request.reach.carried(promoted.tensors))
     tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
     hypers = [h for h in request.hypers if tables[h.optimizer][h.group].path_of(h.key) not in promoted.numbers]
     return replace(request, promoted=promoted, hypers=hypers)

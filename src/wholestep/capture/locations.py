@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, cast
@@ -29,6 +29,7 @@ MISSING = Missing()
 SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 PLAIN = (*SIMPLE, np.generic, PurePath, frozenset)
 """The types of values that are compared by `==`: in objects, and in arguments too."""
+_DEPTH = 4  # of containers in containers that a step may replace
 
 
 @dataclass
@@ -78,23 +79,30 @@ class StateEntry(Lookup):
         return Entry(states[self.state.params[self.owner].tensor])
 
 
-def tensors_of(value: Any, place: Location) -> dict[str, tuple[torch.Tensor, Location]]:
-    """Return the tensors of a tuple, and of tuples inside it, by path, each with its place."""
+def items_of(value: Any) -> dict[Any, Any] | None:
+    """Return what a tuple, a list or a dict holds, by key; None of any other value."""
+    if isinstance(value, tuple) or type(value) is list:
+        return dict(enumerate(cast(Sequence[Any], value)))
+    return cast(dict[Any, Any], value) if type(value) is dict else None
+
+
+def tensors_of(value: Any, place: Location, depth: int = _DEPTH) -> dict[str, tuple[torch.Tensor, Location]]:
+    """Return the tensors of a tuple, list or dict, and of such inside it, by path, each with its place."""
     tensors: dict[str, tuple[torch.Tensor, Location]] = {}
-    if isinstance(value, tuple):
-        holder = Items(place.holder, place.key, cast(Any, type(cast(Any, value))))
-        for i, item in enumerate(cast(tuple[Any, ...], value)):
-            tensors |= tensors_of(item, Location(f"{place.path}[{i}]", holder, i))
+    if depth and (items := items_of(value)) is not None:
+        holder = Items(place.holder, place.key, cast("type[Any]", type(value)), True)
+        for key, item in items.items():
+            tensors |= tensors_of(item, Location(f"{place.path}[{key_text(key, items)}]", holder, key), depth - 1)
     elif isinstance(value, torch.Tensor):
         tensors[place.path] = value, place
     return tensors
 
 
-def alike(a: Any, b: Any) -> bool:
-    """Return whether both are tensors, or tuples of one class with tensors, and such tuples, at the same places."""
-    if isinstance(a, tuple):
-        first, second = cast(tuple[Any, ...], a), cast(tuple[Any, ...], b)
-        return type(first) is type(second) and len(first) == len(second) and all(map(alike, first, second))
+def alike(a: Any, b: Any, depth: int = _DEPTH) -> bool:
+    """Return whether both are tensors, or tuples, lists or dicts of one class that hold such at the same places."""
+    if depth and (first := items_of(a)) is not None:
+        second = (items_of(b) if type(a) is type(b) else None) or {}
+        return [*first] == [*second] and all(alike(item, second[key], depth - 1) for key, item in first.items())
     return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
 
 

@@ -39,13 +39,14 @@ class Lookup(ABC):
 
 @dataclass
 class Items(Lookup):
-    """The items of the container of class `kind` at `holder[key]`, looked up at each use; to set one of a tuple makes
-    another tuple.
+    """The items of the container of class `kind` at `holder[key]`, looked up at each use; to set one of a tuple, or of
+    what the step has `replaced`, makes another container.
     """
 
     holder: Any
     key: Any
     kind: type
+    replaced: bool = False
 
     def _now(self) -> Any:
         container = self.holder[self.key]
@@ -55,11 +56,13 @@ class Items(Lookup):
 
     def __setitem__(self, key: Any, value: Any) -> None:
         items = self._now()
-        if not isinstance(items, tuple):
-            items[key] = value
-        elif items[key] is not value:
+        if isinstance(items, tuple) and items[key] is not value:
             current = cast(tuple[Any, ...], items)
             self.holder[self.key] = remade(current, [value if i == key else item for i, item in enumerate(current)])
+        elif not isinstance(items, tuple):
+            if self.replaced:
+                self.holder[self.key] = items = items.copy()
+            items[key] = value
 
 
 def remade(original: tuple[Any, ...], items: Sequence[Any]) -> tuple[Any, ...]:

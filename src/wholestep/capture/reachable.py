@@ -49,6 +49,7 @@ from .locations import (
     Slots,
     StateEntry,
     TensorAttributes,
+    items_of,
     key_text,
     tensors_of,
 )
@@ -214,6 +215,15 @@ class Reach:
     def paths(self) -> set[str]:
         """The paths of all entries."""
         return {container.path_of(key) for container in self.containers for key in container.before}
+
+    def carried(self, paths: Set[str]) -> dict[str, tuple[torch.Tensor, Location]]:
+        """The tensors at some paths, and those of containers there, which a step replaces, by path."""
+        tensors = {path: entry for path, entry in self.tensors.items() if path in paths}
+        for container in self.containers if paths - tensors.keys() else ():
+            for key, value in container.before.items():
+                if items_of(value) and container.path_of(key) in paths:
+                    tensors |= tensors_of(value, container.place_of(key))
+        return tensors
 
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""

@@ -44,6 +44,7 @@ from .locations import (
     alike,
     holds_items,
     is_number,
+    items_of,
     same_kind,
     tensors_of,
 )
@@ -112,7 +113,7 @@ class Watch:
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
         self._held = {(id(container), key) for entry in tensors for container, key in entry.places}
-        self._carried_tuples = self._tuples_of_carried()
+        self._replaced = self._paths_of_replaced()
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self.line)
         self._refused: CaptureError | None = None
         below = functools.partial(changeable, state=self.state)
@@ -121,14 +122,15 @@ class Watch:
             self.call, self._refuse, lambda tensor: self.numbers.index_of(tensor) is not None, self.cached
         )
 
-    def _tuples_of_carried(self) -> set[str]:
-        """Return the paths of tuples whose tensors are carried."""
+    def _paths_of_replaced(self) -> set[str]:
+        """Return the paths of tuples, lists and dicts that are replaced, whose tensors are carried."""
         return {
             container.path_of(key)
             for container in (self.reach.containers if self.promoted.tensors else ())
             for key, value in container.before.items()
-            if isinstance(value, tuple) and (tensors := tensors_of(value, container.place_of(key)))
-            if tensors.keys() <= self.promoted.tensors
+            if items_of(value) and alike(value, value)
+            if container.path_of(key) in self.promoted.tensors
+            or (isinstance(value, tuple) and tensors_of(value, container.place_of(key)).keys() <= self.promoted.tensors)
         }
 
     @functools.cached_property
@@ -201,10 +203,10 @@ class Watch:
             container.restore({key for key in before if self._is_carried(container, key, before[key])})
 
     def _is_carried(self, container: Container, key: Any, before: Any) -> bool:
-        """Return whether an entry is a tensor of the state, or a tuple of such that the step may replace."""
-        if (id(container.holder), key) in self._held or not self._carried_tuples:
+        """Return whether an entry is a tensor of the state, or a container of such that the step may replace."""
+        if (id(container.holder), key) in self._held or not self._replaced:
             return (id(container.holder), key) in self._held
-        return container.path_of(key) in self._carried_tuples and alike(before, container.now().get(key))
+        return container.path_of(key) in self._replaced and alike(before, container.now().get(key))
 
     @contextmanager
     def _staying(self) -> Generator[None]:
@@ -315,7 +317,8 @@ class Watch:
         """Note the carried tensors, of a place or of a tuple there, that the step replaces by others of their kind."""
         now = tensors_of(after, place)
         for path, (tensor, _) in tensors_of(before, place).items():
-            new = now[path][0] if path in now and path in self.promoted.tensors else tensor
+            is_carried = path in now and not {path, place.path}.isdisjoint(self.promoted.tensors)
+            new = now[path][0] if is_carried else tensor
             if new is not tensor and same_kind(tensor, new):
                 self._rebound.append(path)
 
@@ -366,9 +369,9 @@ class Watch:
         if is_number(before):
             if place.path not in self.promoted.numbers:
                 self.needed |= Promoted(frozenset([place.path]))
-        elif isinstance(before, torch.Tensor) or (before and alike(before, after)):
-            self.needed |= Promoted(frozenset(), frozenset(tensors_of(before, place)))
-        elif place.path in self._carried_tuples:
+        elif isinstance(before, torch.Tensor) or (before and alike(before, after) and self._may_replace(before, after)):
+            self.needed |= Promoted(frozenset(), frozenset([place.path]))
+        elif place.path in self._replaced:
             return
         elif holds_items(before) and before is not after:
             raise RefusedError(
@@ -377,6 +380,14 @@ class Watch:
             )  # fmt: skip
         else:
             self._expected.append(expect(place, before))
+
+    def _may_replace(self, before: Any, after: Any) -> bool:
+        """Return whether a container can be made anew in each call: the step changes nothing in the old one, and puts
+        the new one in one place.
+        """
+        changed = any(c.holder is before and c.changes() for c in self._watched)
+        places = sum(value is after for c in self._watched for value in c.now().values())
+        return isinstance(before, tuple) or not (changed or places > 1)
 
     def _refuse_unrepeatable(self, container: Container, key: Any, before: Any, after: Any) -> None:
         change, path = Change(container, key, before, after), container.path_of(key)
@@ -530,8 +541,7 @@ class Watch:
 
     def _carried_numbers(self) -> list[Assumption]:
         """Guard the type of carried numbers and the shape and dtype of carried tensors."""
-        tensors = self.reach.tensors
-        carried = [tensors[name][1] for name in self.promoted.tensors if name in tensors]
+        carried = [place for _, place in self.reach.carried(self.promoted.tensors).values()]
         in_tuples = {id(place.holder): place for place in carried if isinstance(place.holder, Items)}.values()
         tuples = [Location(place.path.rpartition("[")[0], place.holder, None) for place in in_tuples]
         return [
@@ -548,7 +558,7 @@ class Watch:
     def _read_places(self) -> list[Assumption]:
         """Guard every value that the trace read on the host and that may change between calls."""
         changed = {w.place.path for w in self._writes} | self.promoted.numbers | self.promoted.tensors
-        changed |= {*self._carried_tuples}
+        changed |= {*self._replaced}
         carried: dict[int, set[Any]] = {}
         changed |= {container.path_of(key) for container, key, _ in self._equal}
         for container in self.reach.containers:

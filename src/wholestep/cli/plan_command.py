@@ -38,8 +38,7 @@ _Html = Annotated[
 
 @with_shared_options
 def plan(
-    step: SharedOptions,
-    target: _Model = None,
+    step: SharedOptions, target: _Model = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
@@ -47,17 +46,12 @@ def plan(
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     stop_after: Annotated[
-        str | None, typer.Option(help="With --program: print it after this pass; names them if wrong.")
-    ] = None,
-    hardware: HardwareName = None,
-    html: _Html = None,
-    trace: Annotated[
-        Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.")
-    ] = None,
+    str | None, typer.Option(help="With --program: print it after this pass; names them if wrong.") ] = None,
+    hardware: HardwareName = None, html: _Html = None, trace: Annotated[
+    Path | None, typer.Option("--trace", help="Write the predicted step as a trace that Perfetto opens.") ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.")
-    ] = None,
-) -> None:
+    Path | None, typer.Option("--out", "--json", help="Write the plan, or the table of --compare, as JSON.") ] = None,
+) -> None:  # fmt: skip
     """Plan a training step: capture it, choose the layout of every tensor, print a table.
 
     Needs no weights, no process group and no GPU.

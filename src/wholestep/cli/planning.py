@@ -272,14 +272,9 @@ def compared(shown: Screen, request: PlanRequest) -> Report:
 
 
 def tensor_parallel(
-    target: Target,
-    tp: Sequence[str],
-    axis: str,
-    mesh: str,
-    hardware: ws.Hardware,
-    async_tp: bool = False,
+    target: Target, tp: Sequence[str], axis: str, mesh: str, hardware: ws.Hardware, async_tp: bool = False,
     again: bool = False,
-) -> Strategy | ws.WholestepError | None:
+) -> Strategy | ws.WholestepError | None:  # fmt: skip
     """Tensor parallelism by `--tp`; by default the model's plan, if `mesh` has the axis or axes to choose. An error,
     which is not raised, if the model has no plan.
     """

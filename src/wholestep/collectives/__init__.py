@@ -9,14 +9,6 @@ from .padding import pad, split, unpad
 from .reshards import reshard, shard_dim_all_gather, shard_dim_alltoall, shard_dim_reduce_scatter
 
 __all__ = [
-    "mesh_broadcast",
-    "mesh_scatter",
-    "pad",
-    "reshard",
-    "shard_dim_all_gather",
-    "shard_dim_alltoall",
-    "shard_dim_reduce_scatter",
-    "shard_dim_scatter",
-    "split",
-    "unpad",
-]
+    "mesh_broadcast", "mesh_scatter", "pad", "reshard", "shard_dim_all_gather", "shard_dim_alltoall",
+    "shard_dim_reduce_scatter", "shard_dim_scatter", "split", "unpad",
+]  # fmt: skip

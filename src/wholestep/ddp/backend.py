@@ -97,13 +97,9 @@ class DdpBackend:
 
 
 def _compile(
-    graph_module: GraphModule,
-    inputs: Sequence[Any],
-    split: Split,
-    uses: dict[Node, list[Param]],
-    compiler: Callable[..., Any],
-    ordered: bool,
-) -> Callable[..., Any]:
+    graph_module: GraphModule, inputs: Sequence[Any], split: Split, uses: dict[Node, list[Param]],
+    compiler: Callable[..., Any], ordered: bool,
+) -> Callable[..., Any]:  # fmt: skip
     """Compile the parts; with `ordered`, gradients arrive in the order of the split until DDP rebuilds its buckets."""
     places = graph_module.graph.find_nodes(op="placeholder")
     number = {param: i for i, node in enumerate(places) for param in uses.get(node, ())}

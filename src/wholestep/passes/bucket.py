@@ -337,12 +337,9 @@ def rows_of_gather(joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]],
 @priced_like(FREE)
 @shares("view")
 def pieces_of_gather(
-    joined: Tensor,
-    outlines: Sequence[Tensor | tuple[int, ...]],
-    numbers: Sequence[int],
-    parts: int,
+    joined: Tensor, outlines: Sequence[Tensor | tuple[int, ...]], numbers: Sequence[int], parts: int,
     skip: int | None = None,
-) -> list[Tensor]:
+) -> list[Tensor]:  # fmt: skip
     """What each rank but `skip` sent of the tensors with these `numbers`, as views of a gathered bucket."""
     sizes = [prod(shape) for shape in shapes_of(outlines)]
     sent: list[tuple[Tensor, ...]] = [torch.split(row, sizes) for row in _without(skip, joined.view(parts, sum(sizes)))]

@@ -210,12 +210,9 @@ class Auto:
         return self.context is not None and self.context.axis in mesh.names
 
     def candidates(
-        self,
-        mesh: Mesh,
-        same_batches: bool = False,
-        hardware: Hardware | None = None,
+        self, mesh: Mesh, same_batches: bool = False, hardware: Hardware | None = None,
         layouts: tuple[SolvedLayouts | None, SolvedLayouts | None] = (None, None),
-    ) -> Candidates:
+    ) -> Candidates:  # fmt: skip
         """The templates that are compared on `mesh`; with `same_batches`, the ones that share batches as `base` does.
         `layouts` take the place of `TensorParallel("auto")`: the solution, and the symmetrized one.
 

@@ -23,12 +23,9 @@ from .ilp.solve import solve_layouts
 
 @collector_paused()
 def plan(
-    graph: TrainGraph,
-    mesh: Mesh | str,
-    parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
-    placed: Mapping[str, Layout] | None = None,
-    hardware: Hardware | None = None,
-) -> Plan:
+    graph: TrainGraph, mesh: Mesh | str, parallel: Strategy | Sequence[Strategy] | Strategies | Chooser | None = None,
+    placed: Mapping[str, Layout] | None = None, hardware: Hardware | None = None,
+) -> Plan:  # fmt: skip
     """Choose the layout of every tensor of `graph` on `mesh`. Needs no process group, no device and no weights.
 
     Args:
