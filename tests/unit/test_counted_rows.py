@@ -257,7 +257,15 @@ def all_or_none(m: Picks, h: Tensor) -> Tensor:
     return (rows * torch.ones(10, D)).sum() if len(rows) == 10 else m.token.sum() + m.out(rows).sum()
 
 
+def cut_beyond(m: Picks, h: Tensor) -> Tensor:
+    """A program for few rows has sizes below none where there are many."""
+    n = (h[:, 0] > 0).sum().item()
+    z = m.out(h)
+    return z[: 2 * n].square().sum() + z[2 * n :].sum() + z[n : 2 * n].square().sum()
+
+
 QUESTIONS = [
+    cut_beyond,
     mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row, all_or_none,
 ]  # fmt: skip
 PROGRAMS = [
@@ -403,6 +411,23 @@ def test_rows_that_the_batch_determines_are_counted_from_their_second_number_on(
     assert len({int((labels > 0).sum()) for _, labels in calls}) > 4
     step = same_as_eager(train_on_labels, made(lambda m, h: m.out(h)), calls)
     assert len(step.programs) == 2
+
+
+def test_bins_beyond_those_of_bincount_are_refused() -> None:
+    """At the end of the program, of which all ranks hear."""
+
+    def counted(m: Picks, h: Tensor) -> Tensor:
+        counts = torch.bincount((h[:, 0].detach() * 2).long().clamp(0, 4), minlength=3)
+        return m.out(h).sum() * counts.sum()
+
+    step, (model, optimizer), calls = ws.compile(train), made(counted)(), batches()
+    with torch.no_grad():
+        model.into.weight.copy_(torch.eye(D))
+    step(model, optimizer, calls[0][0].clamp(max=1))
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(ws.CaptureError, match=r"result depends on values: aten\.bincount"):
+        step(model, optimizer, calls[5][0])
+    assert all(map(torch.equal, model.parameters(), before))
 
 
 def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:

@@ -1,6 +1,6 @@
 """What an optimizer may keep, and what a call could not carry to the next one."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -342,11 +342,38 @@ def sharpness_aware(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor
     return loss.detach()
 
 
+def ensured(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    entry = optimizer.state.setdefault(next(model.parameters()), {})
+    return train(model, optimizer, x if entry else 2 * x)
+
+
+def compared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    return train(model, optimizer, x if optimizer.state != {} else 2 * x)
+
+
+def cleared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.state.clear()
+    return train(model, optimizer, x)
+
+
+def emptied(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.state[next(model.parameters())] = {}
+    return train(model, optimizer, x)
+
+
+def another(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.state = defaultdict(dict)
+    return train(model, optimizer, x)
+
+
 class OwnAdamW(torch.optim.AdamW):
     """A class of the user's, whose update is torch's."""
 
 
-ASKS = {"in": has_state, "len": counts_state, "lookahead": lookahead, "sam": sharpness_aware, "never": train}
+ASKS = {
+    "in": has_state, "len": counts_state, "lookahead": lookahead, "sam": sharpness_aware, "never": train,
+    "setdefault": ensured, "!=": compared,
+}  # fmt: skip
 MAKE: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, 0.01),
     "own adamw": lambda params: OwnAdamW(params, 0.01, fused=False),
@@ -365,6 +392,30 @@ def with_state(name: str) -> tuple[nn.Module, Optimizer]:
 def test_state_is_there_when_the_optimizer_has_made_it(asks: str, name: str) -> None:
     step = same_as_eager(ASKS[asks], lambda: with_state(name), batches((4, 3)))
     assert step.captures == (1 if asks == "never" else 2)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("name", MAKE)
+@pytest.mark.parametrize("resets", [cleared, emptied, another], ids=lambda resets: resets.__name__)
+def test_a_step_may_begin_without_the_state_of_the_last_one(resets: Callable[..., Tensor], name: str) -> None:
+    same_as_eager(resets, lambda: with_state(name), batches((4, 3), count=4))
+
+
+@pytest.mark.parametrize("made", ["all", "one", "entry"])
+def test_a_step_that_deletes_what_its_update_has_made_is_refused(made: str) -> None:
+    def deletes(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        loss, state, weight = train(model, optimizer, x), optimizer.state, next(model.parameters())
+        if made == "all":
+            optimizer.state = defaultdict(dict)
+        elif made == "one":
+            del state[weight]
+        else:
+            state[weight].clear()
+        return loss
+
+    model, optimizer = with_state("adamw")
+    with pytest.raises(ws.CaptureError, match=r"the step deletes 'weight/.*', which its update has made"):
+        ws.compile(deletes)(model, optimizer, *batches((4, 3))[0])
 
 
 def test_state_that_is_loaded_before_the_first_call_is_there(tmp_path: Any) -> None:

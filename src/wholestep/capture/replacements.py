@@ -231,7 +231,7 @@ def fixed_sizes(
             with _torch.outside_of_trace():
                 size = int(fewest)
         elif minlength and likely(((x >= 0) & (x < minlength)).all()):
-            size = minlength
+            size, x = minlength, x.clamp(0, minlength - 1)  # where it is otherwise, all ranks hear of it at the end
         else:
             return NotImplemented
         if weights is None:

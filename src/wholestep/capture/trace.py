@@ -107,6 +107,7 @@ class Traced:
     module: torch.fx.GraphModule = field(init=False)
     values: ReadValues | None = field(init=False)
     unmade: tuple[tuple[torch.optim.Optimizer, torch.Tensor], ...] = ()
+    tables: list[held_state.SeenState] = field(init=False)
     draws: RngReplay = field(default_factory=RngReplay)
     counts: Counts = field(default_factory=Counts)
 
@@ -229,8 +230,8 @@ class Traced:
             self.watch.assign_to_batch({n: (i, fakes[n], n in self.reset) for i, n in batch})
             self.places.unchecked()
             self.watch.extra += self.branches.values
-            states = [(o, cast(held_state.SeenState, o.state)) for o in state.optimizers.values()]
-            self.unmade = tuple((optimizer, param) for optimizer, entries in states for param in entries.asked)
+            tables = zip(state.optimizers.values(), self.tables, strict=True)
+            self.unmade = tuple((optimizer, param) for optimizer, table in tables for param in table.asked)
             finals = self._new_values(fakes)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -267,10 +268,11 @@ class Traced:
         optimizers, params = list(self.request.state.optimizers.values()), self.request.state.params
         for optimizer, owner, entry in plain:
             optimizer.state[params[owner].tensor if isinstance(owner, str) else owner].update(entry)
+        self.tables = [cast(held_state.SeenState, optimizer.state) for optimizer in optimizers]
         for i in self.stand_ins.inputs:
             if i.role is Role.STATE:
                 optimizer, param = optimizers[i.optimizer], params[i.owner].tensor
-                entries = cast(held_state.SeenState, optimizer.state)
+                entries = self.tables[i.optimizer]
                 table = entries.later if i.name in self.stand_ins.primed else entries
                 self.counts.put(optimizer, table.setdefault(param, {}), i, param, fakes[i.name])
 
@@ -355,6 +357,15 @@ class Traced:
         places = places_of(self.request.state, source)
         values = [self.own.fake_of(place.get()) for place in places]
         now = values[0]
+        made = source.name in self.stand_ins.primed and (
+            self.request.state.params[source.owner].tensor not in self.tables[source.optimizer].later
+        )
+        if now is MISSING and made:
+            raise CaptureError(
+                f"the step deletes {source.name!r}, which its update has made",
+                "optimizer state that lasts until the next call",
+                "delete it between steps, or before the update of the next one",
+            )
         if now is was or (now is MISSING and source.role is Role.STATE):  # others look at what the step deletes
             return was
         if isinstance(places[0].holder, Items) and not _torch.is_fake(now):  # the step replaces all of the tuple
