@@ -310,6 +310,34 @@ def test_what_is_replaced_between_calls_is_seen(bias: bool) -> None:
     assert step.captures <= 3
 
 
+class Marked(nn.Module):
+    """A buffer by whose attribute it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = nn.Linear(3, 2), nn.Buffer(torch.ones(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) * self.scale * (2 if getattr(self.scale, "marked", False) else 1)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_buffer_is_replaced_by_one_with_other_attributes(marked: bool) -> None:
+    def made() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = Marked().double()
+        model.scale.marked = marked  # type: ignore[attr-defined]
+        return model, torch.optim.AdamW(model.parameters())
+
+    def replaced(call: int, model: Marked, _: Optimizer) -> None:
+        if call > 1:
+            model.scale = model.scale.clone()
+        if call > 2:
+            model.scale.marked = call == 3 or not marked  # type: ignore[attr-defined]
+
+    same_as_eager(train, made, batches((4, 3), count=5), between=replaced)
+
+
 def has_state(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     """Another learning rate, as it were, from the second call on."""
     return train(model, optimizer, x if next(model.parameters()) in optimizer.state else 2 * x)

@@ -21,7 +21,7 @@ from ..capture.effects import Extra
 from ..capture.host_numbers import At
 from ..capture.locations import MISSING, Location, same_kind, shown
 from ..capture.optimizer_entries import Entry
-from ..capture.state import put_back
+from ..capture.state import put_back, tensor_attributes
 from ..capture.trace import TensorLeaf
 from ..distributed.launch import World
 from ..distributed.owned_tensors import wrap
@@ -212,6 +212,8 @@ class Program:
                 now = Location("", *find_input(spec, state)).get()
                 if not isinstance(now, torch.Tensor) or not same_kind(now, tensor):
                     return f"{spec.name!r} is {shown(now)}, it was {shown(tensor)}"
+                if now is not tensor and (tensor_attributes(now) or tensor_attributes(tensor)):  # of which a guard is
+                    return f"{spec.name!r} is another tensor with attributes"
         return ""
 
     def _appeared(self) -> str:
