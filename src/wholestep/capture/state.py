@@ -386,8 +386,8 @@ def _seen(name: str) -> Callable[..., Any]:
 
 for _name in (
     "__contains__", "__copy__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__",
-    "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop", "popitem",
-    "setdefault", "update", "values",
+    "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop",
+    "popitem", "setdefault", "update", "values",
 ):  # fmt: skip
     setattr(SeenState, _name, _seen(_name))
 
