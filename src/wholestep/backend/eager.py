@@ -184,10 +184,11 @@ class _Eager:
                 region = region_of(node := nodes[number])
                 if is_wait(node) or any(map(communicates, region.body.nodes if region else [node])):
                     raise
+                shapes = [m and evaluate(self._value(m.shape), scope) for m in meta.tensors(node)]
                 zeros = [  # a size of another branch may be below none
-                    m and torch.zeros([max(0, n) for n in shape], dtype=m.dtype, device=m.device)
-                    for m in meta.tensors(node) for shape in [m and evaluate(self._value(m.shape), scope)]
-                ]  # fmt: skip
+                    m and torch.zeros([max(0, n) for n in shape or ()], dtype=m.dtype, device=m.device)
+                    for m, shape in zip(meta.tensors(node), shapes, strict=True)
+                ]
                 scope[node.name] = zeros if isinstance(meta.value(node), (list, tuple)) else zeros[0]
         return evaluate(result.removeprefix("return "), scope)
 

@@ -357,15 +357,10 @@ class Traced:
         places = places_of(self.request.state, source)
         values = [self.own.fake_of(place.get()) for place in places]
         now = values[0]
-        made = source.name in self.stand_ins.primed and (
-            self.request.state.params[source.owner].tensor not in self.tables[source.optimizer].later
-        )
-        if now is MISSING and made:
-            raise CaptureError(
-                f"the step deletes {source.name!r}, which its update has made",
-                "optimizer state that lasts until the next call",
-                "delete it between steps, or before the update of the next one",
-            )
+        later = self.tables[source.optimizer].later if source.name in self.stand_ins.primed else None
+        if now is MISSING and later is not None and self.request.state.params[source.owner].tensor not in later:
+            found, needed = f"the step deletes {source.name!r}, which its update has made", "state that lasts"
+            raise CaptureError(found, needed, "delete it between steps, or before the update of the next one")
         if now is was or (now is MISSING and source.role is Role.STATE):  # others look at what the step deletes
             return was
         if isinstance(places[0].holder, Items) and not _torch.is_fake(now):  # the step replaces all of the tuple

@@ -16,13 +16,9 @@ if TYPE_CHECKING:
 
 
 def checkpoint(
-    directory: Annotated[
-        str, typer.Argument(metavar="DIR", help="A checkpoint, or a folder of checkpoints; s3://bucket/run as well.")
-    ],
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A checkpoint or a folder of some; a URL too.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read every file, and compare its checksum.")] = False,
-    export: Annotated[
-        str | None, typer.Option(metavar="FORMAT", help="Write parameters and buffers as safetensors or dcp to --to.")
-    ] = None,
+    export: Annotated[str | None, typer.Option(metavar="FORMAT", help="Write all to --to: safetensors or dcp.")] = None,
     dtype: Annotated[str | None, typer.Option(help="With --export: of what is floating-point, as bfloat16.")] = None,
     to: Annotated[str | None, typer.Option(metavar="FOLDER", help="The folder to make.")] = None,
     out: Annotated[Path | None, typer.Option("--json", help="Write what was found as JSON.")] = None,

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 @with_shared_options
 def simulate(
     step: SharedOptions,
-    target: Annotated[
-        str | None, typer.Argument(metavar="[MODEL]", help="file.py:function, as for `wholestep plan`.")
-    ] = None,
+    target: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="As for `wholestep plan`.")] = None,
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=8",
     hardware: HardwareName = "dgx-h100",
     trace: Annotated[Path | None, typer.Option(help="Write a Chrome trace, which Perfetto opens.")] = None,

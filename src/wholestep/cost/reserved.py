@@ -93,10 +93,7 @@ def reserved_bytes(local: LocalGraph, hardware: Hardware, software: Software = O
 
 
 def _allocations(
-    graph: Graph,
-    buffers: Sequence[Storage],
-    software: Software,
-    until: Mapping[Node, Node],
+    graph: Graph, buffers: Sequence[Storage], software: Software, until: Mapping[Node, Node]
 ) -> tuple[_Allocations, dict[Node, int]]:
     """The allocations of a program for the storages that it holds, and the places of its calls."""
     calls = [node for node in graph.nodes if node.op == "call_function"]
