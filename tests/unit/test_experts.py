@@ -122,22 +122,39 @@ def test_batched_products() -> None:
         assert not _same(one, f"dp={ranks}", parallel).plan.repeated
 
 
-@pytest.mark.parametrize("parallel", [None, [ws.DataParallel(), ws.MicroBatches(2)]], ids=["whole", "in pieces"])
-def test_rows_of_experts_are_counted(parallel: Any) -> None:
-    """Those that the router of an uncompiled model chooses, in each call."""
+@pytest.mark.parametrize("kind", ["whole", "in pieces", "twice", "computed again"])
+def test_rows_of_experts_are_counted(kind: str) -> None:
+    """Those that the router of an uncompiled model chooses in each call: of all forwards of a layer, each once."""
     one, expected = mixture("mixtral", 4), dict[str, Tensor]()
     (model, optimizer), (other, plain) = twin(one.make)
+    if kind == "computed again":  # in single precision: the backward has left `Double`
+        model.float().gradient_checkpointing_enable({"use_reentrant": False})
+        other.float()
+
+    def train(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+        if kind == "twice":
+            one.step(model, optimizer, batch)
+        if kind != "computed again":
+            return one.step(model, optimizer, batch)
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
 
     def note(name: str, module: Any, arguments: tuple[Tensor, ...]) -> None:
-        expected[name] = torch.bincount(arguments[1].flatten(), minlength=module.num_experts)
+        rows = torch.bincount(arguments[1].flatten(), minlength=module.num_experts)
+        expected[name] = rows + expected.get(name, torch.zeros_like(rows))
 
     for name, module in other.named_modules():
         if name.endswith(".experts"):
             module.register_forward_pre_hook(partial(note, name))
-    step = ws.compile(one.step, parallel=parallel, count_expert_rows=True)
+    parallel = [ws.DataParallel(), ws.MicroBatches(2)] if kind == "in pieces" else None
+    step = ws.compile(train, parallel=parallel, count_expert_rows=True)
     for batch in one.batches:
+        expected.clear()
         step(model, optimizer, *batch)
-        one.step(other, plain, *batch)
+        train(other, plain, *batch)
         rows = step.metrics()
         assert [*rows] == [*expected] == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
         assert all(torch.equal(rows[name], expected[name]) for name in expected)

@@ -26,11 +26,11 @@ def with_expert_rows(graph: TrainGraph) -> TrainGraph:
     for sort, experts in sorts_of_groups(graph.graph):
         keys = operands(sort)[0]
         path = meta.module_path(sort) or sort.name
-        if experts and path not in counts:  # a backward may compute its forward again
-            place = After(keys)
+        if experts and not meta.is_backward(sort):  # which may compute its forward again
+            place, device = After(sort), meta.one_tensor(keys).device
             ones = place.call(aten.full_like.default, keys, 1)
-            none = place.call(aten.full.default, [experts], 0, dtype=torch.int64, device=meta.one_tensor(keys).device)
-            counts[path] = place.call(aten.index_add.default, none, 0, keys, ones)
+            before = counts.get(path) or place.call(aten.full.default, [experts], 0, dtype=torch.int64, device=device)
+            counts[path] = place.call(aten.index_add.default, before, 0, keys, ones)
     pairs = graph.results()
     end = sum(out.kind == "result" for out, _ in pairs)
     pairs[end:end] = [(Output("result", EXPERT_ROWS + path), node) for path, node in counts.items()]
