@@ -370,8 +370,8 @@ def _turned(group: Group) -> Mapping[int, tuple[str | None, ...]]:
 def mutate_table(targets: Iterable[Any], samples: Samples) -> Iterator[tuple[Any, list[Mutation]]]:
     """Every op with the mutations of its rule. A mutation that crashes the process counts as caught.
 
-    Memory that one op damages may crash the process at a later op, so an op is blamed only if it crashes a new process
-    too.
+    Memory that one op damages may crash the process at a later op, or make its check raise, so an op is blamed only if
+    it does so in a new process too.
     """
     context = multiprocessing.get_context("fork")
     remaining = list(targets)
@@ -419,6 +419,8 @@ def _work(targets: Sequence[Any], samples: Samples, crashing: frozenset[Key], se
         try:
             send.send(mutate_op(cases, crashing if number == 0 else (), send.send))
         except Exception as error:  # a bug in the check itself must not count as a caught mutation
+            if number:
+                return
             send.send([Mutation(str(target), "", f"none: {type(error).__name__}: {error}", False, "survived")])
 
 

@@ -175,8 +175,8 @@ class _Eager:
     def finish(self, frame: FrameType, line: int) -> list[Any]:
         """The rest of a call, from a line on (`finished`)."""
         scope, nodes = {**frame.f_globals, **frame.f_locals}, dict(self._numbered)
-        *rest, result = (text.strip() for text in self.source.splitlines()[line - 1 :])
-        for number, text in enumerate(rest, line):
+        *lines, result = (text.strip() for text in self.source.splitlines()[line - 1 :])
+        for number, text in enumerate(lines, line):
             frame.f_globals[GO_TO](number)
             try:
                 exec(text, scope)

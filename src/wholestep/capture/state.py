@@ -384,11 +384,8 @@ def _seen(name: str) -> Callable[..., Any]:
     return run
 
 
-for _name in (
-    "__contains__", "__copy__", "__delitem__", "__eq__", "__getitem__", "__ior__", "__iter__", "__len__", "__ne__",
-    "__or__", "__repr__", "__reversed__", "__ror__", "__setitem__", "clear", "copy", "get", "items", "keys", "pop",
-    "popitem", "setdefault", "update", "values",
-):  # fmt: skip
+_NO_USES = {"__class_getitem__", "__doc__", "__getattribute__", "__hash__", "__init__", "__new__", "default_factory"}
+for _name in {*vars(dict), *vars(defaultdict)} - {*_NO_USES, "__missing__", "fromkeys"}:
     setattr(SeenState, _name, _seen(_name))
 
 

@@ -359,8 +359,8 @@ class Traced:
         now = values[0]
         later = self.tables[source.optimizer].later if source.name in self.stand_ins.primed else None
         if now is MISSING and later is not None and self.request.state.params[source.owner].tensor not in later:
-            found, needed = f"the step deletes {source.name!r}, which its update has made", "state that lasts"
-            raise CaptureError(found, needed, "delete it between steps, or before the update of the next one")
+            problem, needed = f"the step deletes {source.name!r}, which its update has made", "state that lasts"
+            raise CaptureError(problem, needed, "delete it between steps, or before the update of the next one")
         if now is was or (now is MISSING and source.role is Role.STATE):  # others look at what the step deletes
             return was
         if isinstance(places[0].holder, Items) and not _torch.is_fake(now):  # the step replaces all of the tuple
