@@ -39,13 +39,16 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]
 
 def test_a_call_with_a_wrong_index_has_not_happened() -> None:
     found: list[list[Tensor]] = []
-    for wrong in ((), (2, 3)):
+    for wrong in ((), (0, 2, 3)):
         model, optimizer = made()
         step = ws.compile(train_step)
         for call in range(5):
             if call in wrong:
+                before = state_of(model, optimizer)
                 with pytest.raises(IndexError):
                     step(model, optimizer, rows(call, wrong=True))
+                after = state_of(model, optimizer)
+                assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
             step(model, optimizer, rows(call))
         found.append(state_of(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -379,6 +379,19 @@ def compared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     return train(model, optimizer, x if optimizer.state != {} else 2 * x)
 
 
+def asks_and_branches(model: nn.Module, optimizer: Optimizer, x: Tensor, above: Tensor) -> Tensor:
+    """The program of the first call that is captured first may take the other branch, and then does not run."""
+    x = x if model.weight in optimizer.state else 2 * x
+    return train(model, optimizer, x if model(x).square().mean() > above else 3 * x)
+
+
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+@pytest.mark.parametrize("name", ["adamw", "momentum"])
+def test_a_program_that_did_not_run_has_made_no_state(name: str, sign: float) -> None:
+    calls = [(*call, torch.tensor(9.0 * sign * (-1) ** i)) for i, call in enumerate(batches((4, 3), count=4))]
+    same_as_eager(asks_and_branches, lambda: with_state(name), calls)
+
+
 def cleared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     optimizer.state.clear()
     return train(model, optimizer, x)

@@ -42,11 +42,15 @@ class FailedCall:
 
     @staticmethod
     def of(name: str, number: int, error: BaseException, program: Program | None) -> FailedCall:
-        """What `error` left of a call, whose program is not known until it is found. Marks state that is torn."""
+        """What `error` left of a call, whose program is not known until it is found. Marks state that is torn, and
+        takes away what no call has made.
+        """
         text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
         failed = FailedCall(name, number, text, _reached(error, program))
         if program is not None and failed.reached.changed:
             mark_torn(program.capture.state, f"call {number} of {name} raised {text}")
+        elif program is not None:
+            program.primed.take_away()
         return failed
 
     @property

@@ -32,7 +32,7 @@ from .consistency import RankProgram
 from .failed_call import mark_torn, params_of, refuse_torn
 from .finalize import bound_to_rank
 from .guards import Guards
-from .placement import gather_before_eager_step, place
+from .placement import Primed, gather_before_eager_step, place
 from .program import Program
 from .progress import Stages
 from .random_state import SharedRng, draws_random
@@ -58,26 +58,27 @@ class Installer:
         state, offload = program.capture.state, self._options.capture.offload
         timeout_s = self._options.user.agree_timeout_s
         refuse_torn(params_of(state))
-        with self._stages.stage("place"):
+        primed = Primed()
+        with self._stages.stage("place"), primed:
             sync = strategies.options.sync_state and self.state is None
-            place(state, program.plan, program.capture.graph.outputs, world, sync)
+            place(state, program.plan, program.capture.graph.outputs, world, sync, primed)
             if world.devices is not None or offload is not None:
                 gather_before_eager_call(state.modules, timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._optimizers):
                 gather_before_eager_step(optimizer)
                 self._optimizers.add(optimizer)
-        self.state = state
-        guards = Guards(program.capture, inputs, world.device)
-        shard = None
-        if guards.sizes is not None:
-            shard = guards.sizes.row_major
-        elif inputs.sharder is not None and inputs.sizes:
-            shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
-        rng = self._shared_rng(program.before, world, strategies)  # the program of all stages, alike on all ranks
-        return Program(
-            program.capture, program.plan, program.local, world, guards, inputs.names, shard, rng, program.compared,
-            program.before,
-        )  # fmt: skip
+            self.state = state
+            guards = Guards(program.capture, inputs, world.device)
+            shard = None
+            if guards.sizes is not None:
+                shard = guards.sizes.row_major
+            elif inputs.sharder is not None and inputs.sizes:
+                shard = partial(inputs.sharder.shard, sizes=inputs.sizes)
+            rng = self._shared_rng(program.before, world, strategies)  # the program of all stages, alike on all ranks
+            return Program(
+                program.capture, program.plan, program.local, world, guards, inputs.names, primed, shard, rng,
+                program.compared, program.before,
+            )  # fmt: skip
 
     def finish(self, program: Program, leaves: Sequence[Any], strategies: Strategies, ranks: Rendezvous) -> Program:
         """Compile what the program runs; `leaves` are those of the call."""
@@ -115,7 +116,7 @@ class Installer:
         return CrossStepRunner(
             self.compiled(first, world, inputs, self.clock),
             self.compiled(program.local, world, [*inputs, *carried], self.clock),
-            self.compiled(flush, world, [*program.gather_lasting(), *carried], self.clock),
+            self.compiled(flush, world, [*program.lasting(), *carried], self.clock),
             count,
             program.gather_lasting,
             partial(mark_torn, state),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -27,9 +27,51 @@ from ..plan.plan import Plan
 _PLACED = "layout"  # note of a tensor
 
 
-def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World, sync: bool) -> None:
+class Primed:
+    """Optimizer state that a program takes and no call has made: in its place inside of this context, and in calls."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Optimizer, Tensor, bool, dict[str, Any]]] = []
+        self._is_there = False
+
+    def add(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], device: str) -> None:
+        """Create the state of a parameter that has none."""
+        had_entry = param in optimizer.state
+        if held_state.prime(optimizer, param, group, device):
+            self.entries.append((optimizer, param, had_entry, optimizer.state[param]))
+
+    def put(self) -> None:
+        """Put it where there is none by now."""
+        if not self._is_there:
+            before = [(o, param, o.state.get(param), entry) for o, param, _, entry in self.entries]
+            self.entries = [(o, param, now is not None, entry) for o, param, now, entry in before if not now]
+            for optimizer, param, had_entry, entry in self.entries:
+                if not had_entry:
+                    optimizer.state[param] = entry
+                else:
+                    optimizer.state[param].update(entry)
+        self._is_there = True
+
+    def take_away(self) -> None:
+        """Leave each optimizer as it was without."""
+        for at, (optimizer, param, had_entry, _) in enumerate(self.entries if self._is_there else ()):
+            entry = optimizer.state.pop(param)
+            if had_entry:
+                optimizer.state[param], entry = entry, entry.copy()
+                optimizer.state[param].clear()
+            self.entries[at] = optimizer, param, had_entry, entry
+        self._is_there = False
+
+    def __enter__(self) -> None:
+        self.put()
+
+    def __exit__(self, *_: object) -> None:
+        self.take_away()
+
+
+def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World, sync: bool, primed: Primed) -> None:
     """Shard parameters and optimizer state as planned; what is placed already stays. `sync` starts from the first
-    rank's values. Parameters on `meta` are initialized here, one module at a time.
+    rank's values. Parameters on `meta` are initialized here, one module at a time. `primed` takes what it creates.
     """
     materialize(state, world.home)
     shared = sync and world.mesh.size > 1
@@ -52,7 +94,7 @@ def place(state: StepState, plan: Plan, updates: Iterable[Output], world: World,
         if shared and _PLACED not in _torch.notes_of(buffer.tensor):
             _from_first_rank(buffer.tensor.detach(), world)
         _torch.notes_of(buffer.tensor)[_PLACED] = plan.storage[name]
-    _prime(state, plan, world, shared)
+    _prime(state, plan, world, shared, primed)
 
 
 def is_apart(layout: Layout) -> bool:
@@ -109,7 +151,7 @@ def _at_home(tensor: torch.Tensor, world: World) -> torch.Tensor:
     return tensor if tensor.device.type == torch.device(world.home).type else tensor.to(world.home)
 
 
-def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
+def _prime(state: StepState, plan: Plan, world: World, shared: bool, primed: Primed) -> None:
     """Create the optimizer state that the graph takes, on this rank's pieces; place what exists."""
     state_inputs = {(i.optimizer, i.owner): i for i in plan.inputs if i.role is Role.STATE}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
@@ -117,7 +159,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool) -> None:
             for param in group["params"]:
                 name = state.param_name(param)
                 if (o, name) in state_inputs and not optimizer.state.get(param):
-                    held_state.prime(optimizer, param, group, world.device)
+                    primed.add(optimizer, param, group, world.device)
                 elif shared:
                     for value in Entry(optimizer.state.get(param, {})).leaves().values():
                         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

@@ -34,7 +34,7 @@ from ..graph.nodes import communicates
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
-from .placement import entry_of, find_input, is_apart, pack_buckets, place_entry
+from .placement import Primed, entry_of, find_input, is_apart, pack_buckets, place_entry
 from .random_state import SharedRng, draws_random, kept_if_it_raises
 
 
@@ -62,6 +62,7 @@ class Program:
     world: World
     guards: Guards
     names: Sequence[str]
+    primed: Primed
     shard_batch: Callable[[Sequence[Any]], Sequence[Any]] | None = None
     stream: SharedRng | None = None
     compared: str = ""
@@ -195,9 +196,12 @@ class Program:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
         if self._holds() and not self._makes and not self.capture.unmade:
             return None
-        if changed := self._changed() or self._appeared():
-            return Miss(changed)
-        self.bind_state()
+        if any(optimizer.state.get(param) for optimizer, param in self.capture.unmade):
+            return Miss("optimizer state exists now, for which the step asks")
+        with self.primed:
+            if changed := self._changed() or self._appeared():
+                return Miss(changed)
+            self.bind_state()
         return None
 
     def _changed(self) -> str:
@@ -221,8 +225,6 @@ class Program:
         for out in self._makes:
             if self._entry(out.optimizer or 0, out.owner).has(out.key):
                 return f"optimizer state {out.key!r} of {out.owner!r} exists now"
-        if self.phase is Phase.DONE and any(optimizer.state.get(param) for optimizer, param in self.capture.unmade):
-            return "optimizer state exists now, for which the step asks"
         return "" if self._structures() == self._built else "a list, tuple or dict of optimizer state holds other items"
 
     def _entry(self, optimizer: int, owner: str) -> Entry:
@@ -262,6 +264,10 @@ class Program:
                 needed = "the parameters and the state that it began with"
                 raise StateError(problem, needed, "call step.flush() before replacing them")
             self.bind_state()
+        return self.lasting()
+
+    def lasting(self) -> list[Any]:
+        """Those of the flat inputs that outlast a call, as they were found last."""
         return [*self._held, *self._constants]
 
     def __call__(self, leaves: Sequence[Any]) -> Any:
@@ -274,6 +280,8 @@ class Program:
             self.check(self, leaves)
         stale = [param for param in self._params if param.grad is not None]
         inputs = self.gather_inputs(leaves)
+        if self.primed.entries:
+            self.primed.put()
         self.phase = Phase.RUNS
         if self._drawing is None:
             out = self._run(inputs)
@@ -281,6 +289,7 @@ class Program:
             with self._drawing():
                 out = self._run(inputs)
         self.phase = Phase.KEEPS
+        self.primed.entries.clear()
         for param in stale:
             param.grad = None
         created = dict(zip(self._created, out[self._first_created :], strict=True))
@@ -319,6 +328,7 @@ class Program:
         if number is not None:
             for items, before in self._before:
                 put_back(items, before)
+            self.primed.take_away()
             self.phase = Phase.BEFORE
             raise other_branch(self.capture.branches, number, bool(same[number]))
 

@@ -558,8 +558,10 @@ class CompiledStep:
         """
         optimizers = program.capture.state.optimizers.values()
         before = set(scheduled(optimizers))
-        for call_back in self.on_placed:
-            call_back(self)
+        with program.primed:
+            for call_back in self.on_placed:
+                call_back(self)
+            program.primed.entries.clear()
         self.on_placed.clear()
         program.phase = Phase.DONE  # what is loaded is there as after a call
         now = ambient(program.world.device)
