@@ -4,8 +4,10 @@ Ranks are forked as those of `launch.run_ranks` are, but nothing waits for the o
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
@@ -63,9 +65,7 @@ class Ranks:
 def start(script: Path, options: list[str], world: int, folder: Path) -> Ranks:
     """Start `world` ranks; the first one hosts the store."""
     start_server()
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     context = multiprocessing.get_context("forkserver")
     ranks = Ranks([], folder)
     for rank in range(world):
@@ -75,6 +75,16 @@ def start(script: Path, options: list[str], world: int, folder: Path) -> Ranks:
         process.start()
         ranks.processes.append(process)
     return ranks
+
+
+def _free_port() -> int:
+    """A port on which nobody listens, below those that the system hands out: none of these may take it until the first
+    rank listens there, nor may a rank that connects too early meet itself.
+    """
+    while True:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port := random.SystemRandom().randrange(15_000, 32_000)))
+            return port
 
 
 def output_of(script: Path, options: list[str], world: int, folder: Path, limit_s: float = 200.0) -> str:
