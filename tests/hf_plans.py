@@ -74,7 +74,7 @@ PLANNED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 NOT_COMPARED = {
     "higgs_audio_v2": "places audio by a mask of the tokens: capture says so",
-    "longcat_flash": "loops over the experts that some token chose: capture says so",
+    "longcat_flash": "counts the rows of each expert, which ranks would share: the plan says so",
     **dict.fromkeys(
         ("deepseek_ocr2_encoder", "dots3_note_vision_encoder", "ernie4_5_vl_moe_vision", "gemma4_vision", "llama4",
          "llama4_vision_model", "muse_glimmer", "muse_glimmer_vision", "muse_spark", "phi4_multimodal",

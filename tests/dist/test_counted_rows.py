@@ -12,6 +12,7 @@ from tests.dist.launch import run_ranks
 from tests.unit.test_counted_rows import (
     deepseek,
     detection,
+    experts_by_name,
     labelled,
     last_row,
     litgpt,
@@ -52,7 +53,7 @@ def test_ranks_pick_other_numbers_of_rows(style: str) -> None:
 def questions_beside_ddp(rank: int, world: int, number: int) -> None:
     """In call 2 no rank picks rows (for an expert); in call 4 the first one alone."""
     torch.set_default_dtype(torch.float64)
-    body = (mixtral_of_old, deepseek, last_row)[number]
+    body = (mixtral_of_old, deepseek, last_row, experts_by_name)[number]
     (ours, optimizer), (plain, other) = made(body)(), made(body)()
     step = ws.compile(train, parallel=ws.DataParallel("fully_shard"))
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
@@ -71,7 +72,9 @@ def questions_beside_ddp(rank: int, world: int, number: int) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("number", [0, 1, 2], ids=["one expert", "each expert", "raises on no rows"])
+@pytest.mark.parametrize(
+    "number", [0, 1, 2, 3], ids=["one expert", "each expert", "raises on no rows", "those that are chosen"]
+)
 def test_questions_about_the_number_of_rows(number: int) -> None:
     run_ranks(questions_beside_ddp, 2, number)
 

@@ -23,6 +23,7 @@ class Picks(nn.Module):
         self.body = body
         self.into, self.out, self.gate = nn.Linear(D, D), nn.Linear(D, D), nn.Linear(D, EXPERTS)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(D, D, bias=False), nn.SiLU()) for _ in range(EXPERTS))
+        self.stacked = nn.Parameter(torch.randn(EXPERTS, D, D))
         self.token, self.words = nn.Parameter(torch.ones(1, D)), nn.Embedding(12, D)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -264,8 +265,52 @@ def cut_beyond(m: Picks, h: Tensor) -> Tensor:
     return z[: 2 * n].square().sum() + z[2 * n :].sum() + z[n : 2 * n].square().sum()
 
 
+def chosen(m: Picks, h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop of transformers over the experts that some token chose: a class more than there are experts."""
+    weights, ids = m.gate(h).softmax(-1).topk(2, -1)
+    with torch.no_grad():
+        mask = F.one_hot(ids, EXPERTS + 1).permute(2, 1, 0)
+        hit = torch.greater(mask.sum((-1, -2)), 0).nonzero()
+    return weights, mask, hit
+
+
+def eager_experts(m: Picks, h: Tensor) -> Tensor:
+    weights, mask, hit = chosen(m, h)
+    y = torch.zeros_like(h)
+    for expert in hit:
+        expert = expert[0]
+        if expert == EXPERTS:
+            continue
+        place, token = torch.where(mask[expert])
+        rows = F.linear(h[token], m.stacked[expert]) * weights[token, place, None]
+        y.index_add_(0, token, rows.to(y.dtype))
+    return m.out(y).square().mean()
+
+
+def experts_by_name(m: Picks, h: Tensor) -> Tensor:
+    """Switch: an expert that no token chose has no gradient, and its optimizer does not step."""
+    weights, mask, hit = chosen(m, h)
+    y = torch.zeros_like(h)
+    for expert in hit:
+        place, token = torch.where(mask[expert].squeeze(0))
+        y.index_add_(0, token, m.experts.get_submodule(f"{expert[0]}")(h[token]) * weights[token, place, None])
+    return m.out(y).square().mean()
+
+
+def numbered_experts(m: Picks, h: Tensor) -> Tensor:
+    """Python counts those that are chosen, and knows which is which."""
+    weights, mask, hit = chosen(m, h)
+    y, number = torch.zeros_like(h), 0
+    for number, expert in enumerate(hit.squeeze(-1).tolist(), 1):
+        place, token = torch.where(mask[expert])
+        y = y.index_add(0, token, m.experts[expert](h[token]) * weights[token, place, None] * number)
+    for last in hit[:, 0]:
+        y = y + int(last)
+    return m.out(y).square().mean() / number
+
+
 QUESTIONS = [
-    cut_beyond,
+    cut_beyond, eager_experts, experts_by_name, numbered_experts,
     mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row, all_or_none,
 ]  # fmt: skip
 PROGRAMS = [
@@ -440,7 +485,11 @@ def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
     ("body", "line"),
     [
         (
-            lambda m, h: sum(m.out(h[i]).sum() for i in (h[:, 0] > 0).nonzero()),
+            lambda m, h: sum(m.out(row).sum() for row in h[h[:, 0] > 0]),
+            "Python asks for a number of rows that the step counts while it runs: u0",
+        ),
+        (
+            lambda m, h: sum(m.out(h[i]).sum() for i in (h[:, 0] > 0).nonzero().sub_(1)),
             "Python asks for a number of rows that the step counts while it runs: u0",
         ),
         (
@@ -456,7 +505,7 @@ def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
             "the step counts rows while it runs, and writes in place: aten.squeeze_.dim",
         ),
     ],
-    ids=["iterated", "squeezed", "arange", "written in place"],
+    ids=["iterated", "other places", "squeezed", "arange", "written in place"],
 )
 def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor], line: str) -> None:
     text = refused(body)

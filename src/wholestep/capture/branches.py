@@ -31,11 +31,14 @@ _USUALLY_TRUE = (aten.all.default, aten.all.dim, aten.mul.Tensor)  # of booleans
 
 @dataclass(frozen=True)
 class TakenBranch:
-    """The truth of a value that a trace assumes, and the line that asks for it. `text`: what is compared of counts."""
+    """The truth of a value that a trace assumes, and the line that asks for it. `text`: what is compared of counts.
+    `together`: it most often does not depend on those just before it, which are too.
+    """
 
     expected: bool
     where: str
     text: str = ""
+    together: bool = False
 
 
 class OtherBranchError(CaptureError):
@@ -57,12 +60,17 @@ def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
     )
 
 
-def other_branch(branches: Sequence[TakenBranch], number: int, differ: bool) -> CaptureError:
-    """The error of a call in which the truth of value `number` is not as expected. `differ`: on some ranks it is."""
+def other_branch(branches: Sequence[TakenBranch], number: int, differ: Sequence[float], same: bool) -> CaptureError:
+    """The error of a call in which the truth of value `number` is the first that is not as expected; `differ`: of how
+    many ranks each is not. `same`: on some ranks it is as expected.
+    """
     branch = branches[number]
-    if not differ:
-        before = tuple(earlier.expected for earlier in branches[:number])
-        return OtherBranchError((*before, not branch.expected), branch.where)
+    if not same:
+        end = number + 1
+        while branch.together and end < len(branches) and branches[end].together:
+            end += 1
+        known = zip(branches[:end], differ, strict=False)
+        return OtherBranchError(tuple(b.expected is not bool(count) for b, count in known), branch.where)
     return CaptureError(
         "ranks, or micro-batches, take different branches",
         "a value that is the same for all of them: they run one program, and share its collectives",
@@ -98,7 +106,9 @@ class Branches:
         """What values were taken for so far; nothing of a trace with too many."""
         return tuple(branch.expected for branch in self.decided) if len(self.decided) < MOST else ()
 
-    def take(self, value: torch.Tensor, where: str, likely: bool | None = None, text: str = "") -> bool | None:
+    def take(
+        self, value: torch.Tensor, where: str, likely: bool | None = None, text: str = "", together: bool = False
+    ) -> bool | None:
         """Return what the truth of a traced value is taken for; None if it cannot be assumed."""
         assumed = self.options.branches
         traced = None if assumed is None or _torch.inside_transform() else _torch.traced_node(value)
@@ -113,7 +123,7 @@ class Branches:
         expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
-        self.decided.append(TakenBranch(expected, where, text))
+        self.decided.append(TakenBranch(expected, where, text, together))
         return expected
 
     def depends_on_tensors(self, node: Node) -> bool:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -19,7 +20,7 @@ from ..errors import CaptureError
 from ..graph import meta
 from ..graph.ops import BEHIND, NUMBERS_OF, ROWS_OF
 from ..sizes import evaluate
-from .branches import Branches
+from .branches import MOST, Branches
 from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
 from .fake_inputs import Request
 from .sized_forms import COUNTED
@@ -28,6 +29,12 @@ aten = torch.ops.aten
 _OF_NUMPY: dict[Any, Callable[[Any], Any]] = {
     torch.Tensor.item: np.ndarray.item, torch.Tensor.tolist: np.ndarray.tolist, torch.Tensor.numpy: np.asarray,
 }  # fmt: skip
+
+_VIEWS = (
+    aten.select.int, aten.squeeze.dim, aten.squeeze.default, aten.view.default, aten.unbind.int, operator.getitem,
+    aten.detach.default,
+)  # fmt: skip
+"""Views that, if they have as many elements as there are, have them in order."""
 
 
 @dataclass
@@ -43,6 +50,7 @@ class CountedPlaces:
     rows: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     wholes: dict[str, int] = field(default_factory=dict[str, int])
     taken: dict[str, bool | None] = field(default_factory=dict[str, bool | None])
+    masks: dict[Node, tuple[torch.Tensor, ...]] = field(default_factory=dict[Node, tuple[torch.Tensor, ...]])
 
     def of(self, mask: torch.Tensor) -> Any:
         """Return the places that a traced mask has. Their number is a symbol, the same one for the same mask; but for
@@ -66,14 +74,42 @@ class CountedPlaces:
         if key not in self.numbers:
             self.numbers[key] = self.symbols.count(self.symbols.most(mask.numel()))
         places = ROWS_OF(mask, self.numbers[key])
-        self.rows.setdefault(str(self.numbers[key]), BEHIND((mask != 0).sum(), places))
+        picked = mask != 0
+        self.rows.setdefault(str(self.numbers[key]), BEHIND(picked.sum(), places))
+        placed = _torch.traced_node(places)
+        if placed is not None and mask.dim() == 1 and mask.numel() < MOST:
+            self.masks[placed[0]] = picked, places
         return places
+
+    def each(self, original: Any, rows: torch.Tensor) -> Iterator[torch.Tensor]:
+        """`Tensor.__iter__`: the places that a mask of few elements has are constants, of which each is a branch."""
+        if (places := self._places(rows)) is None:
+            return original(rows)
+        shape = rows.shape[1:]
+        return iter([torch.tensor(n, dtype=rows.dtype, device=rows.device).view(shape) for n in places])
+
+    def _places(self, rows: torch.Tensor) -> list[int] | None:
+        """The places of a mask, where `rows` are these, in order; each element of the mask is taken for true."""
+        traced = _torch.traced_node(rows) if self.masks and _torch.is_fake(rows) else None
+        node = traced and traced[0]
+        while node is not None and node not in self.masks and node.target in _VIEWS:
+            node = node.all_input_nodes[0]
+        if node not in self.masks:
+            return None
+        picked, places = self.masks[node]
+        shapes = [str([*shape]) for shape in (places.shape, places.shape[:1])]
+        if str([*rows.shape]) not in shapes or _torch.version(rows) or _torch.version(places):
+            return None
+        elements = [self.branches.take(e, self.line(), True, together=True) for e in picked.unbind()]
+        return None if None in elements else [n for n, there in enumerate(elements) if there]
 
     def read(self, function: Any, values: torch.Tensor, refusal: CaptureError) -> Any:
         """Return what a function of a tensor (`tolist`) makes of the traced integers `values`, as numbers. Raises the
         `refusal` where Python gets none. They are from 0 to the most elements of integers that they follow from, which
         the graph checks.
         """
+        if function in _OF_NUMPY and (places := self._places(values)) is not None:
+            return _OF_NUMPY[function](np.array(places, dtype=np.int64).reshape(-1, *values.shape[1:]))
         traced = None if _torch.inside_transform() else _torch.traced_node(values)
         integral = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
         if function not in _OF_NUMPY or traced is None or not integral or self.request.options.branches is None:
@@ -100,7 +136,9 @@ class CountedPlaces:
 
     def forms(self) -> list[tuple[Any, str, Callable[..., Any]]]:
         """Functions, by owner and name, and what runs in their place in a trace that counts."""
-        return [*COUNTED, (torch, "cat", self._joined)] if self.request.counts else []
+        if not self.request.counts:
+            return []
+        return [*COUNTED, (torch, "cat", self._joined), (torch.Tensor, "__iter__", self.each)]
 
     def ops(self) -> dict[Any, Callable[..., Any]]:
         """The same for ops."""

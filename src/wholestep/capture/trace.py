@@ -117,8 +117,7 @@ class Traced:
         full_shapes = request.full_shapes  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in full_shapes or tuple(leaf.shape) == full_shapes[n]}
         self.reader = Reader(fakes.inputs, batch)
-        first = sum(i.role is not Role.BATCH for i in fakes.inputs)  # numbers stand before the batch, which is last
-        self.numbers = Numbers(fakes.mode, first, self._add_number)
+        self.numbers = Numbers(fakes.mode, sum(i.role is not Role.BATCH for i in fakes.inputs), self._add_number)
         self.branches = Branches(fakes.inputs, request.options, self.reader.now)
         self.places = CountedPlaces(request, fakes.symbols, self.branches, self.known, _calling_text)
         self.own = OwnTensors(_calling_text)
@@ -478,6 +477,8 @@ class _TorchCalls(_torch.FunctionMode):
             if func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
                 return self._step.watch.computed_array(args[0].detach(), refusal)
             return self._step.places.read(func, args[0], refusal)
+        if func in _TEXT and _torch.known_constant(args[0]):
+            return func(self._known(args[0]), *args[1:])
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
             file = (_calling_line() or ("",))[0]
@@ -487,8 +488,7 @@ class _TorchCalls(_torch.FunctionMode):
         refuse_generators(named)
         if func is cuda_attention.SDPA and self._step.kernels:  # a name that the step imported
             return cuda_attention.attention(func, *args, **named)
-        form = form_of(func)
-        if form is not None:
+        if (form := form_of(func)) is not None:
             return form(func, self._known, *args, **named)
         if getattr(func, "__name__", "") == "__set__" and func == _SET_DATA and _torch.is_fake(args[0]):
             return _set_data(args[0], args[1])

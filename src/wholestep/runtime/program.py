@@ -330,7 +330,7 @@ class Program:
                 put_back(items, before)
             self.primed.take_away()
             self.phase = Phase.BEFORE
-            raise other_branch(self.capture.branches, number, bool(same[number]))
+            raise other_branch(self.capture.branches, number, differ, bool(same[number]))
 
     def follows(self, branches: tuple[bool, ...]) -> bool:
         """Whether the program takes these branches, and may take others behind them."""
