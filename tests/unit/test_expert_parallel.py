@@ -13,12 +13,15 @@ from torch.optim import AdamW, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholestep as ws
+from tests.hf_models import loss_of
 from tests.steps import mean_square
 from tests.together import OneDevice, compare
 from tests.unit.test_experts import ORDERED, TOKENS, Sorted, mixture, plain_products, to_few
+from wholestep.capture.capture_options import CaptureOptions
 from wholestep.errors import PlanError
 from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
+from wholestep.graph.nodes import is_collective, operands
 from wholestep.layout import replicated
 from wholestep.rules.aten.rows_in_groups import BACKWARD, FORWARD
 
@@ -402,3 +405,35 @@ def test_rows_whose_number_is_written_are_gathered(scale: Callable[[Tensor], Ten
 def test_where_experts_cannot_be_apart_weights_travel(mesh: str, parallel: list[Any]) -> None:
     graph = mixture("mixtral", 4).capture.graph
     assert ws.plan(graph, mesh, [*parallel, ws.ExpertParallel()]).storage == ws.plan(graph, mesh, parallel).storage
+
+
+def mean_loss(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model, batch)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("reduce", [None, torch.bfloat16], ids=["in float32", "in 16 bits"])
+@pytest.mark.parametrize("param", [None, torch.bfloat16], ids=["as they are", "cast"])
+def test_weights_that_travel_are_priced_as_they_do(param: torch.dtype | None, reduce: torch.dtype | None) -> None:
+    """A rank gathers what is cast of experts, and reduces their gradients: counted in its program."""
+    one = mixture("mixtral")
+    model, optimizer = one.make()
+    precision = ws.MixedPrecision(param=param, reduce=reduce) if param or reduce else None
+    (batch,) = one.batches[0]
+    options = CaptureOptions(mixed_precision=precision)
+    graph = ws.capture(mean_loss, model.float(), optimizer, batch, options=options)
+    plan = ws.plan(graph, "dp=2", [TOKENS, ws.ExpertParallel("dp", "weights")])
+    calls = [n for n in ws.partition(graph, plan).graph.nodes if is_collective(n)]
+    sent = [
+        max(meta.size_bytes(n), meta.size_bytes(operands(n)[0]))
+        for n in calls
+        if len(meta.one_tensor(n).shape) == 3
+        and meta.one_tensor(n).shape[0] in (2, 4)
+        and meta.one_tensor(n).shape[1:] in ((96, 32), (32, 48))
+    ]
+    assert len(sent) == 2 * 2 * 2
+    (price,) = re.findall(r"of 2 layers of experts .*?([\d.]+) kB by weights", str(plan))
+    assert float(price) == pytest.approx(sum(sent) / 2 / 2 / 1e3, abs=0.06), "two layers, half of which stays"

@@ -76,7 +76,7 @@ class ExpertParallel(OneAxis):
         layers = list(sorted_rows(graph.graph)) if ranks > 1 and self.method != "weights" else []
         problems = {rows.sort: self._problem(rows, graph, ranks) for rows in layers}
         if self.method == "auto":
-            choices = [(rows, self._cheapest(rows, ranks)) for rows in layers if not problems[rows.sort]]
+            choices = [(rows, self._cheapest(rows, graph, ranks)) for rows in layers if not problems[rows.sort]]
             return [(rows, method) for rows, method in choices if method != "weights"]
         for sort in sorts_in_one_order(graph.graph, layers) if ranks > 1 and self.method != "weights" else ():
             rows = meta.one_tensor(operands(sort)[0]).shape[0]
@@ -98,9 +98,9 @@ class ExpertParallel(OneAxis):
             raise PlanError(text, needed, f'{next_step}, or method="weights"', meta.source_line(sort))
         return [(rows, self.method) for rows in layers]
 
-    def _cheapest(self, rows: SortedRows, ranks: int) -> str:
+    def _cheapest(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
         """The method that sends fewest bytes."""
-        sent = _sent_bytes(rows, ranks, self.host_reads)
+        sent = _sent_bytes(rows, graph, ranks, self.host_reads)
         return min((n for n in sent if n != "rows" or self.host_reads), key=sent.__getitem__)
 
     def _problem(self, rows: SortedRows, graph: TrainGraph, ranks: int) -> str:
@@ -136,7 +136,8 @@ class ExpertParallel(OneAxis):
         that can, where ranks have batches of their `own`.
         """
         ranks, in_any_order = mesh.axis_size(self.axis), list(sorted_rows(graph.graph))
-        prices = [_sent_bytes(rows, ranks, self.host_reads, own) for rows in in_any_order] if ranks > 1 else []
+        many = in_any_order if ranks > 1 else ()
+        prices = [_sent_bytes(rows, graph, ranks, self.host_reads, own) for rows in many]
         each = Counter(", ".join(f"{human(n)} by {name}" for name, n in sent.items()) for sent in prices)
         layers = len(in_any_order) + len(sorts_in_one_order(graph.graph, in_any_order))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
@@ -163,14 +164,18 @@ def _before_repeated(node: Node) -> tuple[str, str] | None:
     return place
 
 
-def _sent_bytes(rows: SortedRows, ranks: int, counted: bool, own: bool = False) -> dict[str, int]:
+def _sent_bytes(rows: SortedRows, graph: TrainGraph, ranks: int, counted: bool, own: bool = False) -> dict[str, int]:
     """What a rank sends by each method, forward and backward: tokens that are gathered and summed, if ranks have no
-    batches of their `own`, or weights and their gradients; or of rows those that it has, if it may, or room for as many
-    as may come.
+    batches of their `own`, or weights, gathered as what is cast of them, and their gradients; or of rows those that it
+    has, if it may, or room for as many as may come.
     """
     tokens = 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources})
     sent = {} if own else {"gather_rows": tokens}
-    sent |= {"weights": 2 * sum(int(meta.size_bytes(n)) for n in {*_params(rows)})}
+    paths = {path[-1]: path for path in map(_path, filter(None, rows.products.values()))}
+    sent["weights"] = sum(min(int(meta.size_bytes(n)) for n in path) for path in paths.values())
+    reduce = graph.mixed_precision.reduce if graph.mixed_precision else None
+    summed = [(meta.one_tensor(param), int(meta.size_bytes(param))) for param in paths]
+    sent["weights"] += sum(int(of.numel) * reduce.itemsize if reduce else n for of, n in summed)
     if rows.may_be_sent:
         share = rows.share("counted" if counted else "bounded", ranks)
         sent["rows"] = rows.sent_bytes * share // (1 if own else ranks)
