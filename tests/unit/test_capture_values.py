@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import wholestep as ws
 from tests.eager import same_as_eager
-from wholestep.capture import capture_step
+from wholestep.capture import batch_reads, capture_step
 
 Step = Any
 BEFORE = torch.get_rng_state()
@@ -266,3 +266,20 @@ def test_a_rate_is_not_read_from_the_batch() -> None:
 
     calls = [(torch.randn(1, 3), torch.tensor([1])) for _ in range(4)]
     same_as_eager(train, make, calls, tolerance=1e-6)
+
+
+def test_a_rate_that_is_read_for_each_parameter_copies_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[Any] = []
+    copy_node = batch_reads.copy_node
+    monkeypatch.setattr(batch_reads, "copy_node", lambda *args: (copies.append(args), copy_node(*args))[1])
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x.float()).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    ws.capture(train, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.arange(6).reshape(2, 3))
+    assert not copies

@@ -16,7 +16,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import Input
-from ..graph.nodes import copy_node, is_mutating, operands
+from ..graph.nodes import copy_node, is_mutating, operands, reached
 from ..graph.op_kinds import COUNTS_ROWS
 from ..rules.registry import is_random
 
@@ -85,13 +85,12 @@ class Reader:
         given, new, copied = self._given(floats), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
-        placeholders = iter(self.inputs)
+        pairs = zip(targets[0].graph.find_nodes(op="placeholder"), self.inputs, strict=False)
+        copied |= {node: inputs[spec.name] for node, spec in pairs if spec.name in inputs}
+        if any(n.op == "placeholder" and n not in copied for node in reached(targets) for n in operands(node)):
+            return None  # as of a learning rate, which some optimizers read for each parameter
         for node in targets[0].graph.nodes:
-            if node.op == "placeholder":
-                name = next(placeholders).name
-                if name in inputs:
-                    copied[node] = inputs[name]
-            elif node.op == "get_attr":
+            if node.op == "get_attr":
                 copied[node] = copy_node(node, new, copied.__getitem__)
             elif node.op == "call_function":
                 reads = {key for n in operands(node) for key in _storages(n)}
