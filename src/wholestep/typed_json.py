@@ -195,7 +195,10 @@ def _alternative(kinds: tuple[Any, ...], value: Any, at: str, readers: Readers) 
     if not fitting:
         raise wrong(at, value, " or ".join(describe(kind) for kind in kinds))
     names = set(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else set[str]()
-    return next((kind for kind in fitting if is_dataclass(kind) and _required(kind) <= names), fitting[0])
+    for kind in filter(is_dataclass, fitting):
+        if names >= {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}:
+            return kind
+    return fitting[0]
 
 
 def _has_form(kind: Any, value: Any, readers: Readers) -> bool:
@@ -211,10 +214,6 @@ def _has_form(kind: Any, value: Any, readers: Readers) -> bool:
     if origin is Mapping or is_dataclass(kind):  # pairs in a list stand in no union
         return isinstance(value, Mapping)
     return isinstance(value, (int, float)) if kind is float else isinstance(kind, type) and isinstance(value, kind)
-
-
-def _required(kind: Any) -> set[str]:
-    return {f.name for f in fields(kind) if f.default is MISSING and f.default_factory is MISSING}
 
 
 def describe(kind: Any) -> str:

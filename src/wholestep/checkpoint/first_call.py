@@ -70,13 +70,9 @@ def _set_since(seen: Seen, optimizer: Optimizer) -> list[dict[str, Any]]:
     for number, group in enumerate(optimizer.param_groups):
         marks = seen[number] if number < len(seen) else {}
         now = snapshot.options_of(group)
-        was_set = {key: value for key, value in now.items() if not _is_marked(value, marks.get(key))}
+        was_set = {k: v for k, v in now.items() if k not in marks or v is not marks[k][0] or _writes(v) != marks[k][1]}
         out.append({k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in was_set.items()})
     return out
-
-
-def _is_marked(value: Any, seen: tuple[Any, int] | None) -> bool:
-    return seen is not None and value is seen[0] and _writes(value) == seen[1]
 
 
 def _writes(value: Any) -> int:

@@ -39,11 +39,6 @@ def get(store: Any, key: str, kind: Any) -> Any:
     return _decoded(store, key, store.get(key), kind)
 
 
-def get_all(store: Any, keys: Sequence[str], kind: Any) -> list[Any]:
-    """The values of several keys, in one request where they are small."""
-    return [_decoded(store, key, head, kind) for key, head in zip(keys, store.multi_get(list(keys)), strict=True)]
-
-
 def _decoded(store: Any, key: str, head: bytes, kind: Any) -> Any:
     data = head[1:]
     if head[:1] == _PIECES:
@@ -111,7 +106,8 @@ class StoreTree:
                 return []
             if came > len(keys):
                 raise malformed(count, f"{came}, where {len(keys)} ranks count")
-            value = merge(get_all(self.store, keys, self.kind))
+            heads = zip(keys, self.store.multi_get(keys), strict=True)  # in one request where values are small
+            value = merge([_decoded(self.store, key, head, self.kind) for key, head in heads])
             index, width, level, stale = group, -(-width // ARITY), level + 1, [*keys, count]
         self._delete(stale)
         return [value]

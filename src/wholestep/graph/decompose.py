@@ -64,8 +64,9 @@ def _expand_once(graph: TrainGraph, names: Collection[str]) -> TrainGraph:
         elif node.name in names and _factors(node) is not None:
             product, at[node] = _write_unmerged(node, new, at)
             merged[node] = product
-        elif (first := next(iter(node.all_input_nodes), node)) in merged and _undoes(node, merged[first]):
-            at[node] = merged[first]
+        elif (node.target in _VIEWS and (unmerged := merged.get(node.all_input_nodes[0]))
+              and _shape(node) == meta.one_tensor(unmerged).shape):  # fmt: skip
+            at[node] = unmerged  # the view splits the merged dims again
         elif node.name in names and (body := _decomposition(node)) is not None:
             at[node] = _inline(node, body, new, at)
         elif _torch.is_getitem(node.target) and isinstance(at[node_at(node, 0)], (list, tuple)):
@@ -174,11 +175,6 @@ def _write_unmerged(product: Node, new: Graph, at: dict[Node, Node]) -> tuple[No
     shape = (*meta.one_tensor(left).shape[:-1], meta.one_tensor(right).shape[-1])
     unmerged = _part(new, aten.matmul.default, (left, right), meta.contiguous(shape, tensor), product, "product")
     return unmerged, _part(new, aten.view.default, (unmerged, list(tensor.shape)), tensor, product, "merged")
-
-
-def _undoes(view: Node, unmerged: Node) -> bool:
-    """Return whether `view` splits the merged dims of the result `unmerged` again."""
-    return view.target in _VIEWS and _shape(view) == meta.one_tensor(unmerged).shape
 
 
 def _before(node: Node) -> tuple[Node, bool] | None:

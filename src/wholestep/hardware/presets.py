@@ -236,12 +236,7 @@ def presets() -> dict[str, Hardware]:
 
 def preset_of(name: str, device: Device, inside: Level, between: Level, *sources: str) -> Hardware:
     """A preset with the sources of its links beside those of its device."""
-    return Hardware(name, device, (inside, between), (*sources, *_links(between)))
-
-
-def _links(between: Level) -> tuple[str, ...]:
-    """The sources of the links of a node, and between nodes."""
-    return (_PEAKS, *link_sources(between.name))
+    return Hardware(name, device, (inside, between), (*sources, _PEAKS, *link_sources(between.name)))
 
 
 @functools.cache

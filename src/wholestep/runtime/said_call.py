@@ -91,7 +91,9 @@ def _said(inputs: StepInputs, name: str, leaf: Any, reads: bool) -> SaidTensor |
             return None
         shape = inputs.global_shapes.get(name, tuple(leaf.shape))
         stride = torch.empty(shape, device="meta").stride() if parts else leaf.stride()
-        values = _bytes(leaf) if reads and integers else None
+        values = None
+        if reads and integers:
+            values = leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         dtype = str(leaf.dtype).removeprefix("torch.")
         return SaidTensor(tuple(shape), tuple(stride), dtype, leaf.device.type, leaf.requires_grad, values)
     if isinstance(leaf, (torch.dtype, torch.device)):
@@ -99,10 +101,6 @@ def _said(inputs: StepInputs, name: str, leaf: Any, reads: bool) -> SaidTensor |
     if type(leaf) is float:
         return SaidValue("float", leaf.hex())
     return SaidValue("", repr(leaf)) if type(leaf) in _LITERALS and _is_literal(leaf) else SaidOwn(name)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_literal(value: Any) -> bool:
