@@ -88,10 +88,8 @@ class ExpertParallel(OneAxis):
             raise PlanError(text, needed, next_step, meta.source_line(sort))
         if ranks > 1 and self.method != "weights" and not layers:
             needed = "rows that topk sorts by expert, grouped products of them, and ops that treat all rows alike"
-            next_step = (
-                'give method="weights"; a model of transformers sorts by set_experts_implementation("grouped_mm")'
-            )
-            raise PlanError("ExpertParallel: the step has no such layer", needed, next_step)
+            sorts = 'a model of transformers sorts by set_experts_implementation("grouped_mm")'
+            raise PlanError("ExpertParallel: the step has no such layer", needed, f'give method="weights"; {sorts}')
         for sort, problem in ((sort, problem) for sort, problem in problems.items() if problem):
             needed = "experts that are parameters, one at least for each rank, and sums over rows alone"
             text, next_step = f"ExpertParallel, {meta.module_path(sort) or sort.name}: {problem}", "give a smaller axis"
@@ -118,9 +116,7 @@ class ExpertParallel(OneAxis):
         """Views of experts are of those that a rank has; what comes back is gathered before it is repeated."""
         strategies, reads = dict[str, dict[str, tuple[str, ...]]](), dict[tuple[str, str], dict[str, AxisState]]()
         gathered = [n for n in graph.graph.nodes if (apart := meta.along(n)) and VARIES in apart[2]]
-        sorts = {
-            rows[0] for n in gathered if (rows := meta.rows(n)) and rows[0] == n.name
-        }  # which differ if all are there
+        sorts = {n.name for n in gathered if (rows := meta.rows(n)) and rows[0] == n.name}  # they differ: all are there
         for node in graph.graph.nodes:
             rows, apart = meta.rows(node), meta.along(node)
             for n in operands(node) if rows and rows[0] in sorts and not _torch.is_getitem(node.target) else ():
@@ -142,8 +138,8 @@ class ExpertParallel(OneAxis):
         layers = len(in_any_order) + len(sorts_in_one_order(graph.graph, in_any_order))
         sorts = {rows[0] for n in planned.graph.nodes if meta.along(n) and (rows := meta.rows(n))}
         sent = [n for n in planned.graph.nodes if n.target is received_groups]
-        sizes = "with sizes as if each had as many" if self.host_reads else "with room for all that may come"
-        text = f", in {len(sent)} of them rows are sent to experts, {sizes}" if sent else ""
+        sizes = "sizes as if each had as many" if self.host_reads else "room for all that may come"
+        text = f", in {len(sent)} of them rows are sent to experts, with {sizes}" if sent else ""
         sends = [f"a rank sends for each of {count} layers of experts {texts}" for texts, count in each.items()]
         return (f"experts of {len(sorts)} of {layers} layers stay on their ranks of {self.axis}{text}", *sends)
 
