@@ -51,7 +51,8 @@ class SavedTensors:
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
     than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
     parameters to be re-gathered, `activations` what is gathered of values that depend on the batch, or exchanged: all
-    ranks have to choose the same of these.
+    ranks have to choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever
+    reads them now.
     """
 
     local: LocalGraph
@@ -63,6 +64,7 @@ class SavedTensors:
     of: dict[Node, list[Storage]] = field(default_factory=dict[Node, list[Storage]])
     batch_dependent: set[Node] = field(default_factory=set[Node])
     gradients: set[Node] = field(default_factory=set[Node])
+    kept_ids: set[int] = field(default_factory=set[int])
     _repeatable: dict[Node, bool] = field(default_factory=dict[Node, bool])
     _twins: dict[tuple[int, int], Node] = field(default_factory=dict[tuple[int, int], Node])
     _number: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -169,7 +171,7 @@ class SavedTensors:
         node_storages = self.of.get(node, ())
         if len(node_storages) != 1 or id(node_storages[0]) in dropped:
             return False
-        return self.last_segment[id(node_storages[0])] >= segment
+        return id(node_storages[0]) in self.kept_ids or self.last_segment[id(node_storages[0])] >= segment
 
     def _can_repeat(self, node: Node) -> bool:
         if _torch.is_getitem(node.target) or is_wait(node):
