@@ -154,6 +154,15 @@ def test_other_presets_plan(name: str):
 
 
 @NEEDS_HF
+@pytest.mark.parametrize("method", ["heads", "ring"])
+def test_how_tokens_meet(method: str) -> None:
+    model = ["--hf", "llama-3-8b", "--layers", "1", "--seq", "8", "--mesh", "cp=2", "--optimizer", "sgd"]
+    code, text = run(*model, "--cp", method)
+    assert code == 0, text
+    assert f"note: 1 calls of attention by {method}: a rank sends" in text
+
+
+@NEEDS_HF
 def test_experts_stay_on_their_ranks() -> None:
     """Of batches of their own, ranks send all rows: 1.07 GB a layer for 8,192 tokens, there and back, forward and
     backward, where published figures have 3.6 GB of weights in 16 bits, three times. They cross at 28,000 tokens.
@@ -393,8 +402,8 @@ def test_compare_for_hardware(step: str, tmp_path: Path):
         (["--auto", "--compare"], "--compare with --auto"),
         (["--auto", "--style", "zero1"], "--style with --auto"),
         (["--memory", "1GiB"], "--memory without --auto"),
-        (["--cp"], "--cp without --auto"),
-        (["--auto", "--cp"], "--cp on mesh dp=4: needed auto=N"),
+        (["--cp", "ring"], "--cp ring on mesh dp=4: needed an axis cp, or auto=N"),
+        (["--auto", "--cp", "auto"], "--cp auto on mesh dp=4: needed an axis cp, or auto=N"),
         (["--batch", "2"], "--batch without --hf"),
         (["--auto", "--hardware", "dgx-h101"], "there is no hardware 'dgx-h101'"),
         (["--auto", "--memory", "1"], "no plan fits: the nearest, "),

@@ -42,7 +42,6 @@ def plan(
     mesh: Annotated[str, typer.Option(help="Axes and sizes, as dp=4,tp=2.")] = "dp=2",
     compare: Annotated[bool, typer.Option("--compare", help="Rank all templates that apply, in one table.")] = False,
     auto: Annotated[bool, typer.Option("--auto", help="Choose by step time; on mesh auto=N, axes too.")] = False,
-    cp: Annotated[bool, typer.Option("--cp", help="With --auto on mesh auto=N: ranks may share sequences.")] = False,
     explain: _Explain = None,
     show: Annotated[bool, typer.Option("--program", help="Print the program of one rank too.")] = False,
     stop_after: Annotated[
@@ -57,21 +56,18 @@ def plan(
     Needs no weights, no process group and no GPU.
     """
     from wholestep.mesh import STAGES
-    from wholestep.planner.candidates import is_open
 
     from . import planning
 
     check_given(target, step.hf)
     single = {"style": step.style, "explain": explain, "program": show or None}
-    _check_effects(compare, single, auto, step, cp)
+    _check_effects(compare, single, auto, step)
     if stop_after and not show:
         refuse("--stop-after without --program: it has no effect")
     check_outputs(json=out, html=html, trace=trace)
     with working() as shown:
         on = check_mesh(mesh)
         stages = on.axis_size(STAGES) if STAGES in on.names else 0
-        if cp and not is_open(on):
-            refuse(f"--cp on mesh {mesh}: needed auto=N; ranks along an axis cp share sequences without it")
         step.check(chooses=auto, pipeline=bool(stages))
         described, spec = hardware_of(hardware), step.spec(step.batch)
         if stages:
@@ -80,7 +76,7 @@ def plan(
             load(shown, target, _whole(spec, step, stages)), mesh, described, described if hardware else None, step,
             own_plan=step.hf is not None, explain=explain or (), program=show, stop_after=stop_after,
         )  # fmt: skip
-        report = _report(shown, request, spec, compare, auto, cp)
+        report = _report(shown, request, spec, compare, auto)
     typer.echo(report.text)
     with working() as shown:
         write_output(shown, out, lambda path: path.write_text(report.as_json))
@@ -95,9 +91,7 @@ def _whole(spec: ModelSpec | None, step: SharedOptions, stages: int) -> ModelSpe
     return staged_setups.whole_spec(spec, step, stages) if stages and spec is not None else spec
 
 
-def _report(
-    shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, auto: bool, cp: bool
-) -> "Report":
+def _report(shown: Screen, request: "PlanRequest", spec: ModelSpec | None, compare: bool, auto: bool) -> "Report":
     """The work of the command: a comparison, a search, or one plan."""
     from . import planning, staged_setups
 
@@ -107,7 +101,7 @@ def _report(
     if compare:
         return planning.compared(shown, request)
     if auto:
-        return planning.chosen(shown, request, planning.chooser(shown, request, cp))
+        return planning.chosen(shown, request, planning.chooser(shown, request))
     return planning.planned(shown, request)
 
 
@@ -118,14 +112,12 @@ def _check_stages(compare: bool, **of_one: Path | None) -> None:
         refuse(f"--{names[0]} with an axis pp and --compare: needed one of them")
 
 
-def _check_effects(compare: bool, single: dict[str, Any], auto: bool, step: SharedOptions, cp: bool) -> None:
+def _check_effects(compare: bool, single: dict[str, Any], auto: bool, step: SharedOptions) -> None:
     """Refuse options that would have no effect, or that contradict each other."""
     if compare and (about_one := [name for name, value in single.items() if value]):
         refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
     if auto and (compare or step.style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-    if cp and not auto:
-        refuse("--cp without --auto: it has no effect")
 
 
 def diff(

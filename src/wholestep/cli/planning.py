@@ -19,7 +19,7 @@ from wholestep.passes.base import Pass
 from wholestep.plan.strategy import Strategy
 from wholestep.planner import search_result
 from wholestep.planner.bounds import Costs, costs, costs_from
-from wholestep.planner.candidates import batches, templates
+from wholestep.planner.candidates import batches, is_open, templates
 from wholestep.planner.folded_step import FoldedStep, from_few_layers
 from wholestep.planner.recompute_kinds import passes_of
 from wholestep.planner.search_result import Candidate, SearchResult
@@ -30,7 +30,7 @@ from wholestep.units import parse_bytes
 
 from .hf import tokens_of
 from .screen import Screen
-from .shared_options import SharedOptions
+from .shared_options import Attention, SharedOptions
 from .target import FULLY_SHARD, ZERO1, Target, refuse, write_output
 
 T = TypeVar("T")
@@ -68,8 +68,11 @@ class PlanRequest:
 
     @property
     def context(self) -> ws.ContextParallel | None:
-        """Context parallelism, where the mesh has its axis."""
-        return ws.ContextParallel() if CONTEXT in ws.Mesh(self.mesh).names else None
+        """Context parallelism, where the mesh has its axis, or a search may give it one."""
+        method, on = self.options.cp, ws.Mesh(self.mesh)
+        if method is None and CONTEXT not in on.names:
+            return None
+        return ws.ContextParallel(method=cast(Any, (method or Attention.auto).value))
 
     @property
     def strategies(self) -> list[Strategy]:
@@ -164,6 +167,8 @@ def plan_request(
     own_plan: bool = True, **printed: Any,
 ) -> PlanRequest:  # fmt: skip
     """The request with tensor parallelism by `--tp`; else by the model's `own_plan` where the mesh has the axis."""
+    if step.cp and CONTEXT not in (on := ws.Mesh(mesh)).names and not is_open(on):
+        refuse(f"--cp {step.cp} on mesh {mesh}: needed an axis cp, or auto=N")
     plan_mesh = mesh if own_plan else ""
     tensor = tensor_parallel(target, step.tp or [], step.tp_axis, plan_mesh, hardware, step.async_tp, step.tp_regather)
     return PlanRequest(target, mesh, hardware, planned_on, step, tensor, **printed)
@@ -204,7 +209,7 @@ def captured(shown: Screen, request: PlanRequest) -> ws.TrainGraph:
     return graph
 
 
-def chooser(shown: Screen, request: PlanRequest, cp: bool) -> ws.Auto:
+def chooser(shown: Screen, request: PlanRequest) -> ws.Auto:
     """What chooses; a model without a plan for tensor parallelism is planned without."""
     tensor, data = request.tensor, request.data
     if isinstance(tensor, ws.WholestepError):
@@ -212,9 +217,14 @@ def chooser(shown: Screen, request: PlanRequest, cp: bool) -> ws.Auto:
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
     refits = request.options.recomputes("auto") == "auto"
     pipeline = None if request.pipeline is None else request.options.open_pipeline()
-    context = ws.ContextParallel() if cp else request.context
     return ws.Auto(
-        request.options.memory, request.hardware, used, data, pipeline=pipeline, recompute=refits, context=context
+        request.options.memory,
+        request.hardware,
+        used,
+        data,
+        pipeline=pipeline,
+        recompute=refits,
+        context=request.context,
     )
 
 

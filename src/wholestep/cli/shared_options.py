@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from wholestep.plan.pipelines import Pipeline
     from wholestep.planner.recompute_kinds import RecomputeKind
 
+Attention = StrEnum("Attention", ["auto", "gather", "heads", "ring"])
 Experts = StrEnum("Experts", ["auto", "rows", "gather_rows", "weights"])
 Semantics = StrEnum("Semantics", ["per_rank", "global"])
 Dtype = StrEnum("Dtype", ["bfloat16", "float16", "float32"])
@@ -80,6 +81,10 @@ class SharedOptions:
     experts: Annotated[Experts | None, _option("Ranks of the first axis have experts of their own; what travels.")] = (
         None
     )
+    cp: Annotated[
+        Attention | None,
+        _option("How tokens meet in attention on an axis cp (auto); with --auto: ranks may share them."),
+    ] = None
     tp: Tp = None
     async_tp: AsyncTp = False
     tp_regather: Annotated[
