@@ -87,7 +87,7 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
         shard = _torch.shard_of(placement)
         if isinstance(placement, Partial):
             partial += [(axis.name, placement.reduce_op)] if axis.size > 1 else []
-        elif isinstance(placement, Owned):
+        elif isinstance(placement, (Owned, _torch.OwnedRows)):
             owned.append((axis.name, placement.coordinate))
         elif shard is None and not isinstance(placement, Replicate):
             raise LayoutError(f"{placement!r} for axis {axis.name!r}", "Shard(dim), Replicate() or Partial(op)")

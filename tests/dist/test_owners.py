@@ -14,7 +14,7 @@ import wholestep as ws
 from tests.dist.compare import difference, whole
 from tests.dist.launch import run_ranks
 from tests.dist.test_optimizers import Preconditioned
-from wholestep.dtensor import Owned
+from wholestep._torch import OwnedRows
 
 SHAPES = [(12, 16), (16, 16), (24, 16), (8, 16), (16, 16)]
 
@@ -96,7 +96,7 @@ def _bits(rank: int, world: int, name: str) -> dict[str, Any]:
         "kinds": program.collectives(),
         "held": sum(v.to_local().numel() for v in state),  # type: ignore[attr-defined]
         "state": sum(v.numel() for v in state),
-        "placed": all(any(isinstance(one, Owned) for one in v.placements) for v in state),  # type: ignore[attr-defined]
+        "placed": all(any(isinstance(one, OwnedRows) for one in v.placements) for v in state),  # type: ignore[attr-defined]
     }
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -41,12 +42,13 @@ CASES = [
 
 
 def make(optimizer: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A small model whose sizes divide by nothing, in two groups of parameters."""
+    """A small model whose sizes divide by nothing, in two groups of parameters, one of no dims."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(5, 11), nn.LayerNorm(11), nn.ReLU(), nn.Linear(11, 3))
+    model = nn.Sequential(nn.Linear(5, 11), nn.LayerNorm(11), nn.PReLU(), nn.Linear(11, 3))
+    model[2].weight = nn.Parameter(torch.tensor(0.25))
     groups = [
         {"params": model[0].parameters()},
-        {"params": [*model[1].parameters(), *model[3].parameters()], "lr": 0.03},
+        {"params": [*model[1:].parameters()], "lr": 0.03},
     ]
     return model, OPTIMIZERS[optimizer](groups)
 
@@ -146,6 +148,16 @@ def consolidated_file(model: nn.Module, optimizer: torch.optim.Optimizer, folder
     set_model_state_dict(model, plain, options=options)
 
 
+def first_ranks_state(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_state_dict(model, optimizer, options=options)
+    ours, theirs = copy.deepcopy(state) if dist.get_rank() == 0 else ({}, {})
+    scramble(model, optimizer)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, ours, options=options)
+    set_optimizer_state_dict(model, optimizer, theirs, options=options)
+
+
 def nothing(model: nn.Module, optimizer: torch.optim.Optimizer, folder: str) -> None:
     model.state_dict(), optimizer.state_dict()
 
@@ -164,7 +176,7 @@ BETWEEN = {
     for f in (
         nothing, load_own_optimizer_state, load_copied_optimizer_state, load_whole_optimizer_state,
         load_own_model_state, distributed_state, distributed_state_whole, own_checkpoint, own_checkpoint_by_name,
-        consolidated_file,
+        consolidated_file, first_ranks_state,
     )
 }  # fmt: skip
 
@@ -175,11 +187,13 @@ class Training:
     def __init__(self, style: Any, optimizer: str) -> None:
         self.model, self.optimizer = make(optimizer)
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
-        self.step = ws.compile(train_step, parallel=ws.DataParallel(style))
+        self.shares = style == "stages"  # its ranks take the same batch
+        parallel, mesh = (ws.Pipeline(), "pp=2") if self.shares else (ws.DataParallel(style), "dp=2")
+        self.step = ws.compile(train_step, parallel=parallel, mesh=mesh)
         self.calls = 0
 
     def train(self, rank: int) -> torch.Tensor:
-        loss = self.step(self.model, self.optimizer, *batch(self.calls, rank))
+        loss = self.step(self.model, self.optimizer, *batch(self.calls, 0 if self.shares else rank))
         self.schedule.step()
         self.calls += 1
         return loss
@@ -206,8 +220,8 @@ def _unchanged(rank: int, world: int, style: str, optimizer: str, folder: str) -
     return wrong
 
 
-@pytest.mark.usual("zero1-sgd dampening", "fully_shard-adam fused amsgrad")
-@pytest.mark.parametrize(("style", "optimizer"), CASES)
+@pytest.mark.usual("zero1-sgd dampening", "fully_shard-adam fused amsgrad", "stages-adamw")
+@pytest.mark.parametrize(("style", "optimizer"), [*CASES, ("stages", "adamw")])
 def test_unchanged(style: str, optimizer: str, tmp_path: Path) -> None:
     """Taking state out and putting it back leaves the rest of the run as it was, bit by bit."""
     for wrong in run_ranks(_unchanged, 2, style, optimizer, str(tmp_path)):

@@ -68,6 +68,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - _C._swap_tensor_impl (2.2), DTensor's _local_tensor and _spec (2.5): a parameter that becomes a DTensor, as the same
   object; a `torch.utils.swap_tensors` for objects of two layouts.
 - distributed.tensor.placement_types._StridedShard (2.5): FSDP on top of TP on one dim; ordered placements.
+  Shard._local_shard_size_and_offset (2.8): a tensor that one rank has is stored as shards; such a placement.
 - _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
   of a subgraph.
 - _dynamo.config.optimize_ddp (2.0): disables torch's DDP splitter in favour of ours; an attribute of the backend.

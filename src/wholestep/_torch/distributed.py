@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.distributed.tensor import Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .placed import Placed
@@ -147,9 +148,28 @@ def dispatched(kind: type[D]) -> type[D]:
     return kind
 
 
+class OwnedRows(Shard):
+    """`dtensor.Owned` as torch knows it, which stores shards alone: of dim 0, one rank has all rows, others none."""
+
+    def __init__(self, coordinate: int) -> None:
+        super().__init__(0)
+        self.coordinate = coordinate
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OwnedRows) and other.coordinate == self.coordinate
+
+    def __hash__(self) -> int:
+        return hash(("OwnedRows", self.coordinate))
+
+    def __repr__(self) -> str:
+        return f"Owned({self.coordinate})"
+
+    def _local_shard_size_and_offset(self, curr_local_size: int, num_chunks: int, rank: Any) -> tuple[int, int]:
+        return curr_local_size if rank == self.coordinate else 0, 0
+
+
 def shard_of(placement: object) -> tuple[int, int] | None:
     """Return the dim and the split factor of a shard placement (1 for a plain shard); None for other placements."""
-    from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
     if not isinstance(placement, (Shard, _StridedShard)):

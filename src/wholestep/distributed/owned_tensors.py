@@ -50,6 +50,23 @@ class OwnedTensor(DTensor):
         args, kwargs = _torch.tree_map_only(OwnedTensor, send, (args, kwargs))
         return func(*args, **kwargs)
 
+    @property
+    def placements(self) -> tuple[Any, ...]:
+        """A placement for each axis of the mesh, as torch's functions for state dicts and checkpoints read them."""
+        rows = _torch.OwnedRows if self.dim() else Owned
+        return tuple(rows(at.coordinate) if isinstance(at, Owned) else at for at in _stored(self))
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return cast(Any, DTensor).__create_write_items__(self, fqn, object) if self._local_tensor.numel() else []
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return cast(Any, DTensor).__create_chunk_list__(self) if self._local_tensor.numel() else []
+
+    def to_local(self, **options: Any) -> torch.Tensor:
+        """What this rank has; no rows where another one owns the tensor."""
+        local = super().to_local(**options)
+        return local.view(0, *self.shape[1:]) if local.shape == (0,) else local
+
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, on all ranks, which have to call this."""
         return gather([self])[id(self)]
@@ -66,6 +83,17 @@ def wrap(local: torch.Tensor, devices: DeviceMesh | None, placed: Sequence[Any],
     assert devices is not None, "only a world of several ranks shards"
     kind = OwnedTensor if any(isinstance(placement, Owned) for placement in placed) else DTensor
     return _torch.dtensor(kind, local, devices, placed, shape)
+
+
+def placed_as(target: DTensor, value: DTensor) -> DTensor:
+    """`value` placed as `target`, of its shape; all ranks have to call this."""
+    if isinstance(target, OwnedTensor):
+        return cast(DTensor, torch.empty_like(target.detach(), dtype=value.dtype).copy_(value))
+    return value.redistribute(placements=target.placements)
+
+
+def _stored(tensor: Any) -> tuple[Any, ...]:
+    return tensor._spec.placements
 
 
 def _is_of_elements(func: Any) -> bool:
@@ -115,7 +143,7 @@ def _wrapped(pieces: Any, args: Sequence[Any]) -> Any:
     if not isinstance(pieces, torch.Tensor):
         return list(map(_wrapped, cast(Sequence[Any], pieces), zip(args[0], strict=True)))
     owned = _first(args)
-    return wrap(pieces, owned.device_mesh, owned.placements, owned.shape)
+    return wrap(pieces, owned.device_mesh, _stored(owned), owned.shape)
 
 
 def _sent(tensor: OwnedTensor) -> DTensor:

@@ -17,7 +17,7 @@ from ..capture.call_structure import walk
 from ..capture.optimizer_entries import Entry
 from ..capture.state import StepState
 from ..distributed.launch import World
-from ..distributed.owned_tensors import wrap
+from ..distributed.owned_tensors import placed_as, wrap
 from ..errors import StateError
 from ..graph.graph import Input, LocalGraph, Output, Role
 from ..layout import Layout, cut, replicated
@@ -179,7 +179,7 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
         for param, entry in [(p, Entry(entry)) for p, entry in entries if isinstance(p, DTensor)]:
             for key, value in entry.leaves().items():
                 if isinstance(value, DTensor) and value.shape == param.shape and value.placements != param.placements:
-                    value = value.redistribute(placements=param.placements)
+                    value = placed_as(param, value)
                 entry[key] = value
 
     optimizer.register_step_pre_hook(gather)
