@@ -29,7 +29,6 @@ from ..graph.ops import NUMBERS_OF, ROWS_OF
 from ..graph.region import ByPiece, inputs_of, region_of
 from ..sizes import SizeFloat, SizeGuards, SizeInt, counted_in, evaluate, evaluator, quotient, text_of
 from .gloo.buffers import Buffers, with_buffers
-from .host_choices import with_host_choices
 from .protocol import NodeClock, Run, RunBody
 from .reached import GO_TO, LANDMARKS, Landmarks
 
@@ -97,7 +96,7 @@ class Eager:
         self, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any], clock: NodeClock | None
     ) -> Run:
         """See `Backend`."""
-        return eager(with_host_choices(with_buffers(graph, self.buffers)), clock)
+        return eager(with_buffers(graph, self.buffers), clock)
 
 
 def eager(graph: Graph, clock: NodeClock | None = None, body: Callable[[Graph], RunBody] | None = None) -> Run:

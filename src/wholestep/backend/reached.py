@@ -19,8 +19,8 @@ from ..graph import meta
 from ..graph.messages import complete, start_receive, start_send
 from ..graph.nodes import communicates, is_mutating, operands, written
 from ..graph.region import Region, inputs_of, region_of
+from ..passes.reinplace import aliased
 from ..rules.registry import is_random
-from .host_choices import CHOICES, root_of
 
 LANDMARKS = "wholestep_landmarks"  # a global of a generated function
 GO_TO = "wholestep_go_to"  # another one: a function that says which line is next, where lines are left out
@@ -103,7 +103,7 @@ def _writers(graph: Graph) -> dict[Node, list[Node]]:
     writers: dict[Node, list[Node]] = {}
     changed_by: dict[Region, set[int]] = {}
     for node in graph.nodes:
-        for changed in map(root_of, _written(node, changed_by)):
+        for changed in map(_root_of, _written(node, changed_by)):
             if changed.op == "placeholder" or (meta.is_late(changed) and not meta.is_late(node)):
                 writers.setdefault(node, []).append(changed)
     return writers
@@ -113,8 +113,6 @@ def _written(node: Node, changed_by: dict[Region, set[int]]) -> Sequence[Node]:
     """The operands that a call may write into; `changed_by`: of regions, the numbers of inputs."""
     if is_mutating(node):
         return written(node)
-    if node.target in CHOICES:
-        return operands(node)[1:2]
     if node.op == "call_function" and not _is_known(node.target):
         return operands(node)
     if region := region_of(node):
@@ -123,6 +121,13 @@ def _written(node: Node, changed_by: dict[Region, set[int]]) -> Sequence[Node]:
             changed_by[region] = {at[changed] for inputs in _writers(region.body).values() for changed in inputs}
         return [value for i, value in enumerate(inputs_of(node)) if i in changed_by[region] and value is not None]
     return ()
+
+
+def _root_of(node: Node) -> Node:
+    """The node whose storage `node` may share."""
+    while (source := aliased(node)) is not None:
+        node = source
+    return node
 
 
 def _is_known(target: Any) -> bool:
