@@ -14,7 +14,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .checkpoint.memory_copies import MemoryCopies
     from .compile import capture, compile
     from .cost.kernel_times import KernelTimes
-    from .cost.memory import LiveTensor, PeakMemory, memory_curve, peak_memory
+    from .cost.memory import LiveTensor, PeakMemory, peak_memory
     from .cost.simulation import SimulationResult
     from .cost.software import Software
     from .cost.timeline import Span, Timeline
@@ -69,15 +69,14 @@ with collector_paused():  # modules are no garbage, and torch has many
 
 __all__ = [
     "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
-    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ContextParallel",
-    "DataParallel", "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
+    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ContextParallel", "DataParallel", "ExpertParallel",
+    "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
     "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
     "NonFiniteError", "OffloadSaved", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
     "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
     "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",
-    "check_rule", "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "memory_curve",
-    "partition", "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program",
-    "timeline", "whole",
+    "check_rule", "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "partition",
+    "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program", "timeline", "whole",
 ]  # fmt: skip
 
 check_arguments_of(globals(), __all__)

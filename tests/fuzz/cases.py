@@ -531,7 +531,6 @@ def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "simulate": (ws.simulate, {"local": local(), "hardware": hardware}),
         "timeline": (ws.timeline, {"local": local(), "hardware": hardware}),
         "peak_memory": (ws.peak_memory, {"local": local()}),
-        "memory_curve": (ws.memory_curve, {"local": local()}),
         "run_passes": (ws.run_passes, {"local": local(), "passes": list(ws.default_passes())}),
         "default_passes": (
             ws.default_passes,

@@ -96,20 +96,12 @@ class PeakMemory:
         return "\n".join([f"peak {human(self.size_bytes)} at %{self.at}{where}{kinds and ': '}{kinds}", *rows])
 
 
-def memory_curve(local: LocalGraph) -> tuple[tuple[str, int], ...]:
-    """The name of each call node in order, and the live bytes while it runs.
+def bytes_held(local: LocalGraph) -> list[int]:
+    """The live bytes while each call node runs, in order.
 
     Tensors count from their first use to the point where the program frees them. Workspaces of kernels and memory that
     an allocator caches do not count.
-
-    Example:
-        >>> name, size_bytes = max(ws.memory_curve(local), key=lambda row: row[1])
     """
-    return tuple(zip((n.name for n in _calls(local.graph)), bytes_held(local), strict=True))
-
-
-def bytes_held(local: LocalGraph) -> list[int]:
-    """The live bytes of `memory_curve`, without names."""
     return curve(storages_here(local, storages(local.graph)), len(_calls(local.graph)))
 
 
