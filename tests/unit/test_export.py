@@ -156,8 +156,8 @@ def test_what_a_killed_export_leaves_is_removed_by_the_next_one_and_nothing_else
     """Another export of the same name may still be at work in a process that lives, or on another host."""
     code = (
         "import os, sys, torch, wholestep as ws\n"
-        "from wholestep.checkpoint import new_folder\n"
-        "new_folder._publish = lambda *_: os.kill(os.getpid(), 9)\n"
+        "from wholestep.checkpoint import export\n"
+        "export._publish = lambda *_: os.kill(os.getpid(), 9)\n"
         "ws.export(sys.argv[1], torch.nn.Linear(2, 2))\n"
     )
     target = tmp_path / "out[1]"

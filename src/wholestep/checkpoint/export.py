@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import copy
+import glob
+import os
+import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +24,8 @@ from ..runtime.between_steps import flush_pending
 from ..runtime.failed_call import refuse_torn
 from ..units import parse_bytes
 from . import durable, manifest, safetensors_file, tensor_files
+from .lease import Owner, owner_of
 from .manifest import CheckpointTensor, Chunk, Manifest
-from .new_folder import new_folder
 from .ranks import Ranks
 from .tensor_files import Piece, pieces_to_write, read_full
 
@@ -193,3 +198,57 @@ def _write_config(aside: Path, model: nn.Module, exported: _Exported) -> None:
     generation: Any = getattr(model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(aside)
+
+
+@contextmanager
+def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
+    """A folder beside `target` to write to. At the end it is synced to disk and gets the name `target`; after an
+    exception it is removed, and after a kill by the next call. Raises CheckpointError, on every rank: `target` is there
+    and not empty.
+    """
+    aside = target.with_name(Path(ranks.on_first_rank(lambda: _aside(target).name, str)).name)
+    try:
+        yield aside
+        ranks.first_does(lambda: _publish(aside, target))
+    except BaseException:
+        if ranks.rank == 0:
+            _remove(aside)
+        raise
+
+
+def _aside(target: Path) -> Path:
+    if durable.is_remote(target):
+        raise CheckpointError(
+            f"{target} is on an object store", "a folder of a file system", "copy the files there later"
+        )
+    if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
+        raise CheckpointError(f"{target} is there already", "a new folder, or an empty one", "name another")
+    with durable.explained(target):
+        durable.make_folder(target.parent)
+        for leftover in target.parent.glob(f".{glob.escape(target.name)}-*.tmp"):
+            owner = owner_of(_owner_file(leftover))
+            if owner is not None and owner.is_dead:
+                _remove(leftover)
+        aside = target.with_name(f".{target.name}-{uuid4().hex[:12]}.tmp")
+        _owner_file(aside).write_bytes(Owner.this_process().to_json())
+        aside.mkdir()
+    return aside
+
+
+def _owner_file(aside: Path) -> Path:
+    """The file that says which process publishes the folder: only one that has ended leaves it for ever."""
+    return aside.with_suffix(".json")
+
+
+def _remove(aside: Path) -> None:
+    shutil.rmtree(aside, ignore_errors=True)
+    _owner_file(aside).unlink(missing_ok=True)
+
+
+def _publish(aside: Path, target: Path) -> None:
+    with durable.explained(target):
+        for path in (*aside.iterdir(), aside):
+            durable.sync(path)
+        os.replace(aside, target)
+        _owner_file(aside).unlink(missing_ok=True)
+        durable.sync(target.parent)

@@ -28,8 +28,7 @@ from ..graph.storage import most_at_once, shared_operand
 from ..graph.text import human
 from ..layout import REPLICATED, Extent
 from ..mesh import TIME
-from .accumulators import add_up, keep_piece, kept_piece, put_piece
-from .loop_body import LoopBody
+from .accumulators import LoopBody, add_up, keep_piece, kept_piece, put_piece
 from .rank_ops import RANK_DEPENDENT, draws_numbers, take_chunk
 from .rank_ops import contiguous as contiguous_copy
 from .rows_by_rank import numbers_of, readers_of

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch.fx import Node
 
 from .. import _torch
+from ..capture.skip_nonfinite import After
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph
-from ..graph.nodes import operands
+from ..graph.graph import EXPERT_ROWS, Output, Role, TrainGraph
+from ..graph.nodes import copy_graph, operands
 from ..graph.op_kinds import CHEAP
 from ..graph.text import human
 from ..layout import REPLICATED, VARIES, AxisState, Layout, sharded_along
 from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import received_groups
 from ..rules.find_rule import find_rule
-from .rows_in_any_order import Apart, SortedRows, sorted_rows, sorts_in_one_order
+from .rows_in_any_order import Apart, SortedRows, sorted_rows, sorts_in_one_order, sorts_of_groups
 from .strategy import Pins, Resting
 from .tensor_parallel import OneAxis
 
@@ -197,3 +198,26 @@ def _factor(node: Node) -> str:
     group = rule.groups[0] if rule and len(rule.groups) == 1 else None
     factor = group.operands[0][0] if group and group.operands[0] else None
     return factor if group and factor and group.outputs[0][:1] == (factor,) else ""
+
+
+def with_expert_rows(graph: TrainGraph) -> TrainGraph:
+    """`graph` with a result for each layer whose grouped products take rows in the order of their experts: how many
+    rows each expert has.
+    """
+    if any(out.target.startswith(EXPERT_ROWS) for out in graph.outputs):
+        return graph
+    graph, aten = replace(graph, graph=copy_graph(graph.graph)), torch.ops.aten
+    counts: dict[str, Node] = {}
+    for sort, experts in sorts_of_groups(graph.graph):
+        keys = operands(sort)[0]
+        path = meta.module_path(sort) or sort.name
+        if experts and not meta.is_backward(sort):  # which may compute its forward again
+            place, device = After(sort), meta.one_tensor(keys).device
+            ones = place.call(aten.full_like.default, keys, 1)
+            before = counts.get(path) or place.call(aten.full.default, [experts], 0, dtype=torch.int64, device=device)
+            counts[path] = place.call(aten.index_add.default, before, 0, keys, ones)
+    pairs = graph.results()
+    end = sum(out.kind == "result" for out, _ in pairs)
+    pairs[end:end] = [(Output("result", EXPERT_ROWS + path), node) for path, node in counts.items()]
+    next(iter(reversed(graph.graph.nodes))).args = (tuple(node for _, node in pairs),)
+    return replace(graph, outputs=tuple(out for out, _ in pairs))

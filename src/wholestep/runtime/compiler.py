@@ -33,7 +33,7 @@ from ..hardware.hardware import Hardware
 from ..partition.stage_blocks import NamedOrder
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, note_orders
-from ..plan.expert_rows import with_expert_rows
+from ..plan.expert_parallel import with_expert_rows
 from ..plan.make_plan import differences
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
