@@ -392,6 +392,34 @@ def test_a_program_that_did_not_run_has_made_no_state(name: str, sign: float) ->
     same_as_eager(asks_and_branches, lambda: with_state(name), calls)
 
 
+def some_parts(model: nn.ModuleList, optimizer: Optimizer, x: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    out = model[0](x)
+    for part in model[1:]:
+        out = part(out) + out if out.sum() > 0 else out * 1.5 + 0.3
+    loss = out.square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def test_a_trace_is_the_same_once_other_parameters_have_state() -> None:
+    """The fifth call is traced again: the names of nodes that are gone count them differently."""
+
+    def made() -> tuple[nn.ModuleList, Optimizer]:
+        torch.manual_seed(2)
+        model = nn.ModuleList([nn.Linear(3, 3, bias=number == 0) for number in range(4)]).double()
+        return model, torch.optim.AdamW(model.parameters(), 0.1)
+
+    rows = [
+        [[0.79, -0.28, -1.92], [-0.38, 0.88, 1.27]], [[-0.34, -0.81, 0.39], [-0.8, -0.39, -1.26]],
+        [[1.3, -1.96, 0.03], [2.45, -0.78, 0.07]], [[-0.22, -0.75, -1.17], [0.21, 0.67, -0.13]],
+        [[-0.27, -2.06, 0.32], [0.83, 0.75, 0.92]],
+    ]  # fmt: skip
+    calls = [(torch.tensor(batch, dtype=torch.float64),) for batch in rows]
+    same_as_eager(some_parts, made, calls, verify=True)
+
+
 def cleared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     optimizer.state.clear()
     return train(model, optimizer, x)

@@ -42,9 +42,7 @@ class FailedCall:
 
     @staticmethod
     def of(name: str, number: int, error: BaseException, program: Program | None) -> FailedCall:
-        """What `error` left of a call, whose program is not known until it is found. Marks state that is torn, and
-        takes away what no call has made.
-        """
+        """What `error` left of a call, whose program may be unknown. Marks torn state, takes away what no call made."""
         text = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
         failed = FailedCall(name, number, text, _reached(error, program))
         if program is not None and failed.reached.changed:

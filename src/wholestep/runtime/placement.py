@@ -45,11 +45,8 @@ class Primed:
         if not self._is_there:
             before = [(o, param, o.state.get(param), entry) for o, param, _, entry in self.entries]
             self.entries = [(o, param, now is not None, entry) for o, param, now, entry in before if not now]
-            for optimizer, param, had_entry, entry in self.entries:
-                if not had_entry:
-                    optimizer.state[param] = entry
-                else:
-                    optimizer.state[param].update(entry)
+            for optimizer, param, _, entry in self.entries:
+                optimizer.state.setdefault(param, entry).update(entry)
         self._is_there = True
 
     def take_away(self) -> None:

@@ -6,6 +6,7 @@ that all of them raise.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -123,10 +124,10 @@ class Verification:
 def _first_difference(captured: Capture, again: Capture, program: Program) -> tuple[str, str, str] | None:
     """What a capture and the next one have in other words: two texts, and the user's line."""
     device = program.world.device
-    same = again.traced.graph is captured.traced.graph
-    captures = () if same else (captured, again)
-    for was, now in zip_longest(*(graph_lines(capture, device) for capture in captures), fillvalue=""):
-        if was != now:
+    captures = () if again.traced.graph is captured.traced.graph else (captured, again)
+    texts = [graph_lines(capture, device) for capture in captures]
+    for was, now, *numbered in zip_longest(*texts, *map(_numbered, texts), fillvalue=""):
+        if numbered[0] != numbered[1]:
             line = meta.line_behind(again.traced.graph, now) or meta.line_behind(captured.traced.graph, was)
             return was.strip() or "no more", now.strip() or "no more", line
     for name, old, new in _constants(captured, again, program):
@@ -140,9 +141,16 @@ def _first_difference(captured: Capture, again: Capture, program: Program) -> tu
     return None
 
 
-def _constants(
-    captured: Capture, again: Capture, program: Program
-) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:  # fmt: skip
+def _numbered(lines: Sequence[str]) -> Iterator[str]:
+    """Lines in which nodes have numbers: a trace names a node after those before it, also after some that are gone."""
+    numbers = dict[str, str]()
+    for line in lines:
+        if defined := re.match(r" *(%\w+) = ", line):
+            numbers[defined[1]] = f"%{len(numbers)}"
+        yield re.sub(r"%\w+", lambda name: numbers.get(name[0], name[0]), line)
+
+
+def _constants(captured: Capture, again: Capture, program: Program) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """Each constant of a trace: its name, the tensor that the program reads, the tensor that the step reads now."""
     for name, new in again.traced.constants.items():
         old = program.local.constants.get(name, new)
