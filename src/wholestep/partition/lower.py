@@ -78,8 +78,8 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     with_rows_sent(local.graph, plan.mesh)
-    slice_early(local.graph)
     if plan.mesh.pieces > 1:
+        slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     check_local_graph(local)
     refuse_sent(local.graph)
