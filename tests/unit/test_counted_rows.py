@@ -513,6 +513,62 @@ def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor
     assert "test_counted_rows.py" in text[1]
 
 
+def added_to_each(hit: Tensor) -> Any:
+    for place in hit:
+        place += 1
+    return hit.sum()
+
+
+def added_to_all(hit: Tensor) -> Any:
+    places = [place for place in hit]  # noqa: C416
+    hit.add_(1)
+    return sum(place * 1.0 for place in places)
+
+
+def added_in_the_loop(hit: Tensor) -> Any:
+    total: Any = 0.0
+    for place in hit:
+        total = total + place * 1.0
+        hit.add_(1)
+    return total
+
+
+def added_by_numpy(hit: Tensor) -> Any:
+    array = hit.numpy()
+    array += 1
+    return hit.sum()
+
+
+def seen_by_numpy(hit: Tensor) -> Any:
+    array = hit.numpy()
+    hit.add_(1)
+    return float(array.sum())
+
+
+@pytest.mark.parametrize("change", [added_to_each, added_to_all, added_in_the_loop, added_by_numpy, seen_by_numpy])
+def test_places_that_share_memory_are_not_written(change: Callable[[Tensor], Any]) -> None:
+    text = refused(lambda m, h: m.out(h).square().mean() * change((h.sum(0) > -9.0).nonzero().squeeze(1)))
+    assert "the step writes into computed integers that Python has read" in text[0]
+
+
+def test_a_loop_over_places_of_the_batch() -> None:
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        for place in (x[:, 0] > 0).nonzero():
+            loss = loss + model(x[place]).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 2)
+        return model, torch.optim.AdamW(model.parameters(), 0.01)
+
+    torch.manual_seed(0)
+    same_as_eager(step, made, [(torch.randn(3, 3),) for _ in range(4)])
+
+
 @pytest.mark.parametrize(
     ("options", "line"),
     [

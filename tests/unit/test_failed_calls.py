@@ -54,6 +54,24 @@ def test_a_call_with_a_wrong_index_has_not_happened() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.AdamW])
+def test_state_begins_with_the_learning_rate_of_the_call_that_makes_it(kind: Any) -> None:
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        model, _ = made()
+        optimizer, step = kind(model.parameters(), lr=0.1), ws.compile(train_step) if compiled else train_step
+        torch.manual_seed(1)
+        for call in range(4):
+            if call == 0:
+                with pytest.raises(IndexError):
+                    step(model.eval(), optimizer, rows(call, wrong=True))
+                optimizer.param_groups[0]["lr"] = 0.01
+            step(model.eval(), optimizer, rows(call))
+        found.append([p.detach() for p in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def interrupted(call: Callable[[], Any], line: int) -> bool:
     """Make a call, with Ctrl-C at its `line`-th line of wholestep, counted from the generated function on."""
     left = line

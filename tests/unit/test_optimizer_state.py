@@ -420,6 +420,23 @@ def test_a_trace_is_the_same_once_other_parameters_have_state() -> None:
     same_as_eager(some_parts, made, calls, verify=True)
 
 
+def of_rows(model: nn.Module, optimizer: Optimizer, x: Tensor, rows: Tensor) -> Tensor:
+    return has_state(model, optimizer, x[rows])
+
+
+def test_an_entry_that_a_question_makes_after_a_failed_call_is_seen() -> None:
+    found: list[list[float]] = []
+    for compiled in (False, True):
+        model, optimizer = with_state("adamw")
+        step = ws.compile(of_rows) if compiled else of_rows
+        with pytest.raises(IndexError):
+            step(model, optimizer, *batches((4, 3))[0], torch.tensor([0, 9]))
+        assert optimizer.state[model.weight] == {}  # makes an empty entry, which `in` sees
+        losses = [step(model, optimizer, *call, torch.tensor([0, 3])).item() for call in batches((4, 3))]
+        found.append(losses)
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
 def cleared(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
     optimizer.state.clear()
     return train(model, optimizer, x)

@@ -117,9 +117,10 @@ class Branches:
         node, number = traced[0], len(self.decided)
         if not self.depends_on_tensors(node):
             return None
-        now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
-        if likely is None or now is not None:
-            likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
+        with _torch.unobserved():
+            now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
+            if likely is None or now is not None:
+                likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
         expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))

@@ -51,6 +51,7 @@ class CountedPlaces:
     wholes: dict[str, int] = field(default_factory=dict[str, int])
     taken: dict[str, bool | None] = field(default_factory=dict[str, bool | None])
     masks: dict[Node, tuple[torch.Tensor, ...]] = field(default_factory=dict[Node, tuple[torch.Tensor, ...]])
+    shared: list[tuple[Any, Any, str]] = field(default_factory=list[tuple[Any, Any, str]])
 
     def of(self, mask: torch.Tensor) -> Any:
         """Return the places that a traced mask has. Their number is a symbol, the same one for the same mask; but for
@@ -85,8 +86,20 @@ class CountedPlaces:
         """`Tensor.__iter__`: the places that a mask of few elements has are constants, of which each is a branch."""
         if (places := self._places(rows)) is None:
             return original(rows)
-        shape = rows.shape[1:]
-        return iter([torch.tensor(n, dtype=rows.dtype, device=rows.device).view(shape) for n in places])
+        items = [torch.tensor(n, dtype=rows.dtype, device=rows.device).view(rows.shape[1:]) for n in places]
+        self._share(rows, *items)
+        return iter(items)
+
+    def _share(self, *values: Any) -> None:
+        """Eagerly, these have one memory."""
+        self.shared += [(value, _content(value), self.line()) for value in values]
+
+    def _refuse_writes(self) -> None:
+        """Raise CaptureError if the step has written into what it has looped over, or read by numpy()."""
+        for value, before, line in self.shared:
+            if _content(value) != before:
+                problem = "the step writes into computed integers that Python has read, or into what it has read"
+                raise CaptureError(problem, "integers that stay", "copy them first: clone(), numpy().copy()", line)
 
     def _places(self, rows: torch.Tensor) -> list[int] | None:
         """The places of a mask, where `rows` are these, in order; each element of the mask is taken for true."""
@@ -109,7 +122,7 @@ class CountedPlaces:
         the graph checks.
         """
         if function in _OF_NUMPY and (places := self._places(values)) is not None:
-            return _OF_NUMPY[function](np.array(places, dtype=np.int64).reshape(-1, *values.shape[1:]))
+            return self._numbers(function, values, np.array(places, dtype=np.int64).reshape(-1, *values.shape[1:]))
         traced = None if _torch.inside_transform() else _torch.traced_node(values)
         integral = not (values.is_floating_point() or values.is_complex() or values.dtype is torch.bool)
         if function not in _OF_NUMPY or traced is None or not integral or self.request.options.branches is None:
@@ -118,13 +131,18 @@ class CountedPlaces:
             raise SizesFixedError("the step reads integers that it computes", self.line())
         if self.symbols is None:
             raise CountsRowsError("the step reads integers that it computes", where=self.line()) from refusal
-        shape, most, values = values.shape, _most(traced[0], self.symbols), values.detach().reshape(-1)
+        read, most, values = values, _most(traced[0], self.symbols), values.detach().reshape(-1)
         numbers = [self.symbols.count(most) for _ in range(values.numel())]
         values = NUMBERS_OF(values, numbers)
         if not self.likely(((values >= 0) & (values <= most)).all()):
             raise refusal
         self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
-        return _OF_NUMPY[function](np.array(numbers, dtype=object).reshape(shape))
+        return self._numbers(function, read, np.array(numbers, dtype=object).reshape(read.shape))
+
+    def _numbers(self, function: Any, values: torch.Tensor, numbers: np.ndarray[Any, Any]) -> Any:
+        if function is torch.Tensor.numpy:
+            self._share(values, numbers)
+        return _OF_NUMPY[function](numbers)
 
     def likely(self, value: torch.Tensor) -> bool | None:
         """What a traced value is taken for that most often is true."""
@@ -175,7 +193,8 @@ class CountedPlaces:
         return torch.nn.functional.pad(out, [0, 0] * (out.dim() - 1 - dim % out.dim()) + [0, size - rows])
 
     def unchecked(self) -> list[str]:
-        """What torch took for given, and cannot be a branch of the step."""
+        """What torch took for given, and cannot be a branch of the step. Raises CaptureError as `_refuse_writes`."""
+        self._refuse_writes()
         assumed = self.symbols.assumed if self.symbols is not None and self.request.counts else []
         return [text for text in assumed if not self.branch(f"({text})", True)]
 
@@ -210,6 +229,11 @@ def _most(node: Node, symbols: _torch.Symbols) -> int:
             waiting += [operand for operand in node.all_input_nodes if operand not in seen]
             seen.update(node.all_input_nodes)
     return most
+
+
+def _content(value: Any) -> Any:
+    """What a write into a tensor or an array of numpy changes."""
+    return _torch.version(value) if isinstance(value, torch.Tensor) else value.tobytes()
 
 
 def _bound(of_two: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

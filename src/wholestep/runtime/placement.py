@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -32,13 +32,21 @@ class Primed:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Optimizer, Tensor, bool, dict[str, Any]]] = []
+        self._rates: list[tuple[Optimizer, int, Any]] = []
         self._is_there = False
 
-    def add(self, optimizer: Optimizer, param: Tensor, group: Mapping[str, Any], device: str) -> None:
-        """Create the state of a parameter that has none."""
-        had_entry = param in optimizer.state
+    def add(self, optimizer: Optimizer, param: Tensor, number: int, device: str) -> None:
+        """Create the state of a parameter that has none, in the group of a number."""
+        had_entry, group = param in optimizer.state, optimizer.param_groups[number]
         if held_state.prime(optimizer, param, group, device):
             self.entries.append((optimizer, param, had_entry, optimizer.state[param]))
+            if isinstance(optimizer, (torch.optim.ASGD, torch.optim.Rprop)):
+                self._rates.append((optimizer, number, group["lr"]))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether a learning rate that the state begins with is another one now."""
+        return bool(self.entries) and any(o.param_groups[n]["lr"] != rate for o, n, rate in self._rates)
 
     def put(self) -> None:
         """Put it where there is none by now."""
@@ -152,11 +160,11 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool, primed: Pri
     """Create the optimizer state that the graph takes, on this rank's pieces; place what exists."""
     state_inputs = {(i.optimizer, i.owner): i for i in plan.inputs if i.role is Role.STATE}
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
-        for group in optimizer.param_groups:
+        for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 name = state.param_name(param)
                 if (o, name) in state_inputs and not optimizer.state.get(param):
-                    primed.add(optimizer, param, group, world.device)
+                    primed.add(optimizer, param, number, world.device)
                 elif shared:
                     for value in Entry(optimizer.state.get(param, {})).leaves().values():
                         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

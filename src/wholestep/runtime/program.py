@@ -107,6 +107,7 @@ class Program:
         ]
         self._built = self._structures()
         self._before: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._empty = {param for _, param, had_entry, _ in self.primed.entries if had_entry}
         leaves = (leaf for write in effects.writes if write.recipe for leaf in write.recipe.leaves)
         self._in_containers = {leaf.index for leaf in leaves if isinstance(leaf, Extra)}
         self.bind_state()
@@ -196,9 +197,12 @@ class Program:
         """Find replaced state again; what came or went, so that the step must be captured again, or None."""
         if self._holds() and not self._makes and not self.capture.unmade:
             return None
-        if any(optimizer.state.get(param) for optimizer, param in self.capture.unmade):
+        unmade = ((optimizer.state.get(param), param) for optimizer, param in self.capture.unmade)
+        if any(entry or (entry is not None and param not in self._empty) for entry, param in unmade):
             return Miss("optimizer state exists now, for which the step asks")
         with self.primed:
+            if self.primed.is_late:
+                return Miss("a learning rate has changed, with which optimizer state begins")
             if changed := self._changed() or self._appeared():
                 return Miss(changed)
             self.bind_state()
