@@ -520,7 +520,7 @@ def added_to_each(hit: Tensor) -> Any:
 
 
 def added_to_all(hit: Tensor) -> Any:
-    places = [place for place in hit]  # noqa: C416
+    places = [place for place in hit]  # noqa: C416 - list() asks for the length too
     hit.add_(1)
     return sum(place * 1.0 for place in places)
 

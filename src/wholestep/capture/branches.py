@@ -69,8 +69,8 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: Sequence[
         end = number + 1
         while branch.together and end < len(branches) and branches[end].together:
             end += 1
-        known = zip(branches[:end], differ, strict=False)
-        return OtherBranchError(tuple(b.expected is not bool(count) for b, count in known), branch.where)
+        counted = zip(branches[:end], differ, strict=False)
+        return OtherBranchError(tuple(b.expected is not bool(count) for b, count in counted), branch.where)
     return CaptureError(
         "ranks, or micro-batches, take different branches",
         "a value that is the same for all of them: they run one program, and share its collectives",
