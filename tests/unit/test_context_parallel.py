@@ -46,6 +46,12 @@ def _documents(length: int) -> Tensor:
     return (of[:, None] == of[None]).tril()
 
 
+def _of_numbers(length: int) -> Tensor:
+    """Made of one number, and of triangles along both dims, in steps that views are among."""
+    near = torch.full((length, length), -torch.inf).triu(1).T[None]
+    return torch.where(near.isinf().tril(2).transpose(-1, -2), 0.0, near.permute(0, 2, 1)).unsqueeze(1)
+
+
 def _biased(length: int) -> Tensor:
     bias = torch.arange(length)[None] - torch.arange(length)[:, None]
     return bias.to(torch.float64).masked_fill(~_banded(length), -torch.inf)
@@ -60,6 +66,7 @@ MASKS: dict[str, Mask] = {
     "documents": lambda length: {"attn_mask": _documents(length)},
     "chunks": lambda length: {"attn_mask": _documents(length) & _banded(length)},
     "bias": lambda length: {"attn_mask": _biased(length)},
+    "numbers": lambda length: {"attn_mask": _of_numbers(length)},
 }
 
 
@@ -110,7 +117,7 @@ def _same(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
     return comparison
 
 
-@pytest.mark.usual("causal-8-2", "causal-7-2", "causal-3-2", "bias-8-2", "documents-7-1")
+@pytest.mark.usual("causal-8-2", "causal-7-2", "causal-3-2", "bias-8-2", "documents-7-1", "numbers-7-2")
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("length", [8, 7, 3])
 @pytest.mark.parametrize("mask", MASKS)
@@ -121,7 +128,15 @@ def test_masks_lengths_and_rows(mask: str, length: int, rows: int) -> None:
         heads, ring = KEY_HEADS % ranks == 0, mask in ("none", "causal")
         methods: tuple[Any, ...] = ("gather", *["heads"] * heads, *["ring"] * ring)
         for method in methods:
-            assert not _same(one, f"cp={ranks}", ws.ContextParallel(method=method)).plan.repeated
+            comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method=method))
+            assert not comparison.plan.repeated
+            assert method == "heads" or length == 8 or not _pairs(comparison.local, length)
+
+
+def _pairs(local: LocalGraph, length: int) -> list[str]:
+    """What a rank makes for all pairs of tokens."""
+    tensors = ((node.name, meta.tensor(node)) for node in local.graph.nodes)
+    return [name for name, tensor in tensors if tensor and tensor.shape[-2:] == (length, length)]
 
 
 def test_padded_rows() -> None:
@@ -591,6 +606,37 @@ def test_models_of_transformers(name: str) -> None:
     for ranks in (2, 5):
         _same(one, f"cp={ranks}", ws.ContextParallel())
     _same(one, "cp=3", BALANCED)
+
+
+@pytest.mark.usual("mistral-eager", "llama-sdpa")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_masks_are_made_in_the_rows_of_a_rank(name: str, attention: str) -> None:
+    """Windows, padding, and documents that begin where position ids do: no rank makes S x S elements."""
+    (entry,), length = entries([name]), 13
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model: Any = without_chance(entry.build().double())
+        model.set_attn_implementation(attention)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+    def step(model: Any, optimizer: Optimizer, ids: Tensor, places: Tensor | None, there: Tensor | None) -> Tensor:
+        optimizer.zero_grad()
+        options = {"position_ids": places, "attention_mask": there, "use_cache": False}
+        with Double():
+            loss = model(input_ids=ids, labels=ids, **options).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    places = torch.stack([torch.arange(length) % 5, torch.arange(length) % 8])
+    there = (torch.arange(length) < torch.tensor([[length], [9]])).long()
+    for ids_of in ((places, None), (None, there), (None, None)):
+        batches = [(torch.randint(1, 96, (2, length)), *ids_of) for _ in range(2)]
+        one = OneDevice(make, step, batches)
+        for ranks in (2, 3):
+            local = _same(one, f"cp={ranks}", ws.ContextParallel(method="gather")).local
+            assert not _pairs(local, length)
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ from .collectives import Emitter, note_owner
 from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
+from .mask_rows import masks_in_rows
 from .rank_ops import drawn
 from .ring_calls import RingCalls
 from .rows_by_rank import with_rows_sent
@@ -78,6 +79,7 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     lowering = _Lowering(graph, plan, find_regions(graph, plan))
     local = lowering.run()
     with_rows_sent(local.graph, plan.mesh)
+    masks_in_rows(local, lowering.once)
     if plan.mesh.pieces > 1:
         slice_early(local.graph)
         local = fold_pieces(local, lowering.once, lowering.regathered)
