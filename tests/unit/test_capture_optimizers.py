@@ -98,6 +98,49 @@ def test_learning_rate_beside_a_count_of_updates() -> None:
     assert same_as_eager(train, made, batches((6, 6), (6, 3), count=5), between=between).captures == 2
 
 
+def _in_place(group: dict[str, Any]) -> None:
+    group["lr"].detach().mul_(0.9)
+
+
+def _anew(group: dict[str, Any]) -> None:
+    group["lr"] = group["lr"] * 0.9
+
+
+def _not(group: dict[str, Any]) -> None:
+    pass
+
+
+RATES: dict[str, Callable[[Any, Any], Optimizer]] = {
+    "SGD": lambda groups, rate: torch.optim.SGD(groups, rate, momentum=torch.tensor(0.9)),
+    "AdamW": lambda groups, rate: torch.optim.AdamW(groups, rate, foreach=False),
+    "Rprop": torch.optim.Rprop,
+}
+
+
+@pytest.mark.parametrize("name", RATES)
+@pytest.mark.parametrize("change", [_in_place, _anew, _not], ids=lambda change: change.__name__)
+def test_a_learning_rate_that_is_a_tensor(change: Callable[[Any], None], name: str) -> None:
+    """Which two groups share, until it is another one."""
+
+    def make() -> Made:
+        model = nn.Linear(6, 3).double()
+        groups = [{"params": [model.weight]}, {"params": [model.bias]}]
+        return model, RATES[name](groups, torch.tensor(0.1))
+
+    def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
+        loss = train(model, optimizer, x, y)
+        for group in optimizer.param_groups:
+            change(group)
+        return loss + optimizer.param_groups[1]["lr"].clone().add_(1)
+
+    def between(i: int, model: nn.Module, optimizer: Optimizer) -> None:
+        if i == 3:
+            optimizer.param_groups[0]["lr"].mul_(0.5)
+
+    compiled = same_as_eager(step, make, CALLS, between=between)
+    assert compiled.captures == (2 if change is _anew else 1)
+
+
 @pytest.mark.parametrize("key", ["betas", "weight_decay", "eps", "amsgrad"])
 def test_changed_options_never_run_a_stale_graph(key: str) -> None:
     later = {"betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 1e-3, "amsgrad": True}[key]

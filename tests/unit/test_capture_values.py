@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
-from tests.eager import same_as_eager
+from tests.eager import batches, same_as_eager
 from wholestep.capture import batch_reads, capture_step
+from wholestep.errors import CaptureError
 
 Step = Any
 BEFORE = torch.get_rng_state()
@@ -266,6 +268,49 @@ def test_a_rate_is_not_read_from_the_batch() -> None:
 
     calls = [(torch.randn(1, 3), torch.tensor([1])) for _ in range(4)]
     same_as_eager(train, make, calls, tolerance=1e-6)
+
+
+@pytest.mark.usefixtures("double")
+def test_a_tensor_in_place_of_a_number_is_read_in_each_call() -> None:
+    """C++ reads its value, where no code of Python asks for it; two names of it may part."""
+    rate = {"a": torch.tensor(0.5)}
+    rate["b"] = rate["a"]
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.add(nn.functional.leaky_relu(model(x), rate["b"]), x, alpha=rate["b"]).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    def doubled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        loss = train(model, optimizer, x) * rate["b"] + rate["a"]
+        rate["a"] = rate["a"] * 2
+        return loss
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(3, 3)
+        return model, torch.optim.SGD(model.parameters(), 0.1)
+
+    def losses(step: Any, change: Callable[[], object]) -> list[Tensor]:
+        torch.manual_seed(0)
+        rate["a"] = rate["b"] = torch.tensor(0.5)
+        state = make()
+        return [(step(*state, *call), change())[0] for call in batches((4, 3), count=4)]
+
+    for step, change in ((train, lambda: rate["b"].mul_(0.9)), (doubled, int)):
+        compiled = ws.compile(step)
+        found, expected = losses(compiled, change), losses(step, change)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        assert compiled.captures == (4 if step is train else 2)
+
+    def twice(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> Tensor:
+        torch._foreach_mul_([rate["a"], rate["b"]], 2)  # pyright: ignore[reportPrivateUsage]
+        return train(model, optimizer, x)
+
+    rate["a"] = rate["b"]
+    with pytest.raises(CaptureError, match="with one tensor twice in a list"):
+        ws.compile(twice)(*make(), torch.randn(4, 3))
 
 
 def test_a_rate_that_is_read_for_each_parameter_copies_no_graph(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from ..graph.meta import TensorMeta, meta_of
 from .call_structure import equal_objects
-from .locations import MISSING, SIMPLE, Location, is_number, key_text, shown
+from .locations import MISSING, SIMPLE, Location, Reads, is_number, key_text, shown
 from .reachable import leads_to, opaque
 from .state import is_users
 
@@ -30,7 +30,8 @@ class Assumption:
 
     `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "built" (one that is alike),
     "type" (a number of this type), "tensor" (same shape, dtype and device: `about` of it), "size" (number of items of
-    the container `place.holder`), "content" (its items: `value` has them), "attributes" (the names of a tensor's).
+    the container `place.holder`), "content" (its items: `value` has them), "attributes" (the names of a tensor's),
+    "shared" (the same places hold one object).
     """
 
     place: Location
@@ -93,6 +94,18 @@ _NOW: dict[str, Callable[[Location], Any]] = {
 def expect(place: Location, value: Any) -> Assumption:
     """Guard `place` on `value`: by equality for a plain value, by identity otherwise."""
     return Assumption(place, "equal" if isinstance(value, SIMPLE) and value is not None else "is", value)
+
+
+def shared(places: Sequence[Location]) -> Assumption:
+    """Guard which of some places hold one object."""
+
+    def pairs(_: object) -> str:
+        first = dict[int, Location]()
+        both = [(place, first.setdefault(id(place.get()), place)) for place in places]
+        return ", ".join(f"{place.path} is {other.path}" for place, other in both if place is not other)
+
+    place = Location("what is one tensor", Reads(pairs), None)
+    return Assumption(place, "shared", place.get())
 
 
 def contents(value: Any, path: str, carried: Mapping[int, set[Any]]) -> Iterator[Assumption]:

@@ -30,13 +30,13 @@ from .fake_inputs import Request
 from .function_caches import CachedCall
 from .host_numbers import At
 from .locations import is_number, same_kind
-from .normalize import changed_constants, normalize
+from .normalize import changed_constants, changed_inputs, normalize
 from .raw_trace import RawTrace, raw_trace
 from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
 from .skip_nonfinite import refuse_unskippable, skip_nonfinite
 from .stand_ins import as_given
-from .state import Hyper, StepState, carry, collect, find_hypers, refuse_objects
+from .state import Hyper, StepState, carry, collect, find_hypers, option_of, refuse_objects
 from .trace import Traced, trace_step
 from .traced_modules import overridden
 from .wrappers import effects_refused, unwrapped
@@ -427,9 +427,11 @@ def _trace_until_carried(request: Request) -> Traced:
 def _with_carried(request: Request) -> Request:
     """Return the request with carried tensors as buffers, and without hypers that are carried numbers."""
     promoted = request.promoted | _mixed_options(request)
-    carry(request.state, request.reach.carried(promoted.tensors))
+    carry(request.state, carried := request.reach.carried(promoted.tensors))
     tables = [request.reach.groups_of(optimizer) for optimizer in request.state.optimizers.values()]
     hypers = [h for h in request.hypers if tables[h.optimizer][h.group].path_of(h.key) not in promoted.numbers]
+    tensors = {id(tensor) for tensor, _ in carried.values()}
+    hypers = [h for h in hypers if id(option_of(request.state, h)) not in tensors]
     return replace(request, promoted=promoted, hypers=hypers)
 
 
@@ -445,8 +447,10 @@ def _mixed_options(request: Request) -> Promoted:
 
 
 def _changed_in_place(traced: Traced, reachable: Reach) -> Promoted:
-    """Return the reachable tensors that the trace changes in place."""
-    changed = {id(tensor) for tensor in changed_constants(traced.module)}
+    """Return the reachable tensors that the trace changes in place, also those that are options of an optimizer."""
+    names, tensors = changed_inputs(traced.module, traced.stand_ins.inputs), changed_constants(traced.module)
+    tensors += [option_of(traced.request.state, h) for h in traced.request.hypers if h.name in names]
+    changed = {id(tensor) for tensor in tensors}
     first = {id(tensor): path for path, (tensor, _) in reversed(reachable.tensors.items())}
     return Promoted(frozenset(), frozenset(first[key] for key in changed if key in first))
 

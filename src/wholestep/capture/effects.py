@@ -121,7 +121,7 @@ class Effects:
 
     def group_options(self) -> set[tuple[int, int, Any]]:
         """Options of parameter groups that a call updates, as (identity of the optimizer, group index, key)."""
-        places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind == "type")]
+        places = [*(w.place for w in self.writes), *(e.place for e in self.expected if e.kind in ("type", "tensor"))]
         options = [(place.holder, place.key) for place in places]
         return {(id(holder.optimizer), holder.group, key) for holder, key in options if isinstance(holder, GroupEntry)}
 

@@ -215,6 +215,9 @@ class _Walk:
     def _write_all(self, tensors: Node | Sequence[Node], new: Node) -> None:
         if isinstance(tensors, Node):
             return self._write(tensors, new)
+        if len({self._eldest(tensor) for tensor in tensors}) < len(tensors):
+            problem, needed = f"the step calls {new.target} with one tensor twice in a list", "each tensor once"
+            raise CaptureError(problem, needed, "change it once, or in a loop", meta.source_line(new))
         for index, tensor in enumerate(tensors):
             self._write(tensor, self._item(new, index))
         return None

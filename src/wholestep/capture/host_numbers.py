@@ -141,7 +141,7 @@ class Numbers:
         self._effects: set[int] = set()
         self._casts: dict[int, torch.Tensor] = {}
         self._changed: list[dict[Any, Any]] = []
-        self._last: Any = None
+        self._tensors, self._last = set[int](), cast(Any, None)
 
     def __contains__(self, value: object) -> bool:
         return _torch.identity(value) in self._by_id
@@ -189,8 +189,10 @@ class Numbers:
         key = _torch.identity(value)
         return self._by_id.get(key) or self._options.get(key)
 
-    def option(self, fake: torch.Tensor, place: Location, now: float) -> None:
+    def option(self, fake: torch.Tensor, place: Location, value: Any, now: float) -> None:
         """Register a hyper's input; the host reads it at `place` if the step returns it or passes it to a callback."""
+        if isinstance(value, torch.Tensor):
+            self._tensors.add(_torch.identity(fake))
         self._options[_torch.identity(fake)] = _Number(len(self._lines), now, False, fake, place.path, place.path)
         self._lines.append(partial(place.get))
 
@@ -252,6 +254,8 @@ class Numbers:
         if name == "bool" and first:  # the truth of a number in the captured call, which is guarded
             self._decisions.append(TracedChoice(first.index, bool(first.now), where, first.late))
             return bool(first.now)
+        if first and _torch.identity(args[0]) in self._tensors and _is_of_tensor(func):
+            return NotImplemented
         if name in ("getitem", "setitem"):
             for number in (v for v in parts_of(args[1], (tuple,)) if v in self):
                 self.refuse_read(number, "use as an index", where)
@@ -341,6 +345,12 @@ class Numbers:
                 needed |= {a.index for a in self._lines[index].args if isinstance(a, At)}
         lines, order, decisions = tuple(self._lines), tuple(sorted(needed)), tuple(self._decisions)
         return HostProgram(lines, order, inputs, decisions, tuple(self._changed))
+
+
+def _is_of_tensor(func: Any) -> bool:
+    """Return whether a function changes a tensor in place, or gives one that may be changed."""
+    name: str = getattr(func, "__name__", "")
+    return name in ("clone", "detach") or (name.endswith("_") and not name.endswith("__"))
 
 
 def parts_of(value: Any, opened: tuple[type, ...] = (list, tuple)) -> list[Any]:

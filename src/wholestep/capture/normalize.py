@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -66,17 +66,27 @@ def changed_constants(module: GraphModule) -> list[torch.Tensor]:
     return [getattr(module, str(constant.target)) for _, constant in _changed(module)]
 
 
+def changed_inputs(module: GraphModule, inputs: Sequence[Input]) -> set[str]:
+    """Return the names of the inputs that a trace changes in place."""
+    names = dict(zip(module.graph.find_nodes(op="placeholder"), (i.name for i in inputs), strict=True))
+    return {names[source] for _, source in _written(module) if source in names}
+
+
+def _written(module: GraphModule) -> Iterator[tuple[Node, Node]]:
+    """Yield each node that changes a tensor in place, and the node of that tensor, or of what it is a view of."""
+    return ((node, _viewed(at)) for node in filter(is_mutating, module.graph.nodes) for at in written(node))
+
+
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
     """Yield each node that changes a constant in place, or a view of it, and the constant's node. A new tensor that has
     the memory of an array (`from_numpy`) is no new one: its storage cannot be resized.
     """
-    for node in filter(is_mutating, module.graph.nodes):
-        for viewed in map(_viewed, written(node)):
-            source = node_at(viewed, 0) if viewed.target is aten.lift_fresh_copy.default else viewed
-            if source.op == "get_attr" and (
-                source is viewed or not getattr(module, str(source.target)).untyped_storage().resizable()
-            ):
-                yield node, source
+    for node, viewed in _written(module):
+        source = node_at(viewed, 0) if viewed.target is aten.lift_fresh_copy.default else viewed
+        if source.op == "get_attr" and (
+            source is viewed or not getattr(module, str(source.target)).untyped_storage().resizable()
+        ):
+            yield node, source
 
 
 def _viewed(node: Node) -> Node:

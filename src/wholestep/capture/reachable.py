@@ -225,6 +225,10 @@ class Reach:
                     tensors |= tensors_of(value, container.place_of(key))
         return tensors
 
+    def holding(self, tensors: Set[int]) -> list[Location]:
+        """The places of some tensors, by identity."""
+        return [place for tensor, place in self.tensors.values() if id(tensor) in tensors]
+
     def groups_of(self, optimizer: Optimizer) -> list[Container]:
         """Return the containers of an optimizer's parameter groups, in order."""
         groups = {id(group) for group in optimizer.param_groups}

@@ -204,7 +204,7 @@ def fixed_sizes(
     """
 
     def read(x: Tensor) -> Any:
-        value = value_of(x) if _torch.is_fake(x) else None
+        value = value_of(x)
         if value is None:
             return NotImplemented
         with _torch.outside_of_trace():

@@ -330,27 +330,43 @@ def set_options(
         )
 
 
-def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], device: str) -> bool:
-    """Create the optimizer state that the first step on `device` would create; return whether state was created.
+class _ReadOptions(dict[str, Any]):
+    """Options of a parameter group, of which it is noted what was `read`."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        super().__init__(options)
+        self.read = set[str]()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return super().__getitem__(key)
+
+
+def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], device: str) -> dict[str, Any] | None:
+    """Create the optimizer state that the first step on `device` would create; return the options that it begins with,
+    or None if no state was created.
 
     Done only for torch.optim (by `_init_group`), where the first update stays exact. A first step that differs from
     later ones (SGD with dampening), and any other optimizer, is captured twice instead.
     """
     if not is_of_torch(optimizer) or optimizer.state.get(param):
-        return False
+        return None
+    with _torch.outside_of_trace():
+        plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
     init = getattr(optimizer, "_init_group", None)
     if init is None or isinstance(optimizer, torch.optim.SGD):
-        momentum = isinstance(optimizer, torch.optim.SGD) and group["momentum"] != 0 and group["dampening"] == 0
+        momentum = isinstance(optimizer, torch.optim.SGD) and plain["momentum"] != 0 and plain["dampening"] == 0
         if momentum:
             optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False).detach()
-        return momentum
+        return {} if momentum else None
+    options = _ReadOptions({**plain, **implementation(optimizer, group, device), "params": [param]})
     lists = [list[Any]() for _ in inspect.signature(init).parameters][1:]
     before, param.grad = param.grad, param.detach()
     try:
-        init({**group, **implementation(optimizer, group, device), "params": [param]}, *lists)
+        init(options, *lists)
     finally:
         param.grad = before
-    return True
+    return {key: plain[key] for key in options.read - {"params"}}
 
 
 class SeenState(defaultdict[Any, dict[Any, Any]]):
@@ -423,10 +439,10 @@ def put(entry: StepTensor, tensor: torch.Tensor) -> None:
         container[key] = tensor
 
 
-def is_zero(state: StepState, hyper: Hyper) -> bool:
-    """Return whether a hyper is zero now."""
+def option_of(state: StepState, hyper: Hyper) -> Any:
+    """Return what a hyper is now: a number, or a tensor with one."""
     value = list(state.optimizers.values())[hyper.optimizer].param_groups[hyper.group][hyper.key]
-    return not (value if hyper.index is None else value[hyper.index])
+    return value if hyper.index is None else value[hyper.index]
 
 
 def baked_numbers(state: StepState, scheduled: Sequence[Hyper]) -> list[tuple[Optimizer, int, str, Any]]:

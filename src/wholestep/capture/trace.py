@@ -150,10 +150,9 @@ class Traced:
                 refuse_anomaly_mode()
             zero_grads = [(owner, "zero_grad", self._zero_grad) for owner in (torch.optim.Optimizer, torch.nn.Module)]
             rng = [(torch, "get_rng_state", self.draws.saved), (torch, "set_rng_state", self.draws.restored)]
-            chosen, float8 = self.request.options.float8, list[tuple[Any, str, Any]]()
+            chosen = self.request.options.float8
             linears = chosen and Float8Linears(chosen, self.request.state.modules, self.request.device)
-            if linears:
-                float8 = [(torch.nn.functional, "linear", linears.linear)]
+            float8 = [(torch.nn.functional, "linear", linears.linear)] if linears else []
             attention = cuda_attention.replaced(self.kernels)
             sized = sized_forms(self.stand_ins.symbols is not None) + self.places.forms()
             loops = optimizer_loops(self.own.fake_of, self._kind_of, self.numbers.count)
@@ -207,9 +206,10 @@ class Traced:
                 for i, (n, v) in enumerate(zip(request.names, request.call.leaves, strict=True))
             ]
             args, kwargs = inside.enter_context(in_place(request.arguments, request.call.structure, leaves))
-            zeros = {id(fakes[h.name]): held_state.is_zero(state, h) for h in request.hypers if h.key != "lr"}
             places = [(fakes[h.name], _option_place(state, h)) for h in request.hypers]
-            self.watch.options = [(fake, place, float(place.get())) for fake, place in places]
+            with _torch.outside_of_trace():  # where a tensor is read
+                self.watch.options = [(fake, at, value, float(value)) for fake, at in places for value in [at.get()]]
+            zeros = {id(fake): not now for fake, place, _, now in self.watch.options if place.key != "lr"}
             held_state.set_options(state, request.hypers, fakes, request.device, request.fused)
             self._fill_state(fakes, plain)
             self._mark_gradients(fakes)

@@ -27,7 +27,7 @@ from ..errors import CaptureError
 from ..graph.gc_control import is_enabled
 from ..graph.meta import show_line
 from ..graph.origin import is_of_python, is_own_code, is_user_file, own_modules
-from .assumptions import Assumption, about, contents, expect, owned_by_callbacks
+from .assumptions import Assumption, about, contents, expect, owned_by_callbacks, shared
 from .call_structure import Structure, equal_objects, take_apart
 from .effects import REFUSED, WAYS_OUT, Called, Change, Effects, Extra, Promoted, Recipe, RefusedError, Write, recorded
 from .function_caches import CachedCalls
@@ -92,7 +92,7 @@ class Watch:
     own_tensors: OwnTensors
     line: Callable[[], str]
     find: str = ""
-    options: Sequence[tuple[torch.Tensor, Location, float]] = ()
+    options: Sequence[tuple[torch.Tensor, Location, Any, float]] = ()
     found_at: str = ""
     extra: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     needed: Promoted = field(default_factory=Promoted)
@@ -204,8 +204,9 @@ class Watch:
 
     def _is_carried(self, container: Container, key: Any, before: Any) -> bool:
         """Return whether an entry is a tensor of the state, or a container of such that the step may replace."""
-        if (id(container.holder), key) in self._held or not self._replaced:
-            return (id(container.holder), key) in self._held
+        is_held = not self._held.isdisjoint([(id(container.holder), key), (id(container.assigned), key)])
+        if is_held or not self._replaced:
+            return is_held
         return container.path_of(key) in self._replaced and alike(before, container.now().get(key))
 
     @contextmanager
@@ -540,13 +541,15 @@ class Watch:
         return type(owner) in self._unobserved or (id(owner), "__dict__") in self._reads
 
     def _carried_numbers(self) -> list[Assumption]:
-        """Guard the type of carried numbers and the shape and dtype of carried tensors."""
+        """Guard the type of carried numbers, the shape and dtype of carried tensors, and which places share these."""
         carried = [place for _, place in self.reach.carried(self.promoted.tensors).values()]
+        sharing = self.reach.holding({id(place.get()) for place in carried})
         in_tuples = {id(place.holder): place for place in carried if isinstance(place.holder, Items)}.values()
         tuples = [Location(place.path.rpartition("[")[0], place.holder, None) for place in in_tuples]
         return [
             *(Assumption(p, "tensor", about(cast(torch.Tensor, p.get()))) for p in carried),
             *(Assumption(place, "size", len(place.holder)) for place in tuples),
+            *([shared(sharing)] if len(sharing) > 1 else []),
             *(
                 Assumption(container.place_of(key), "type", type(value))
                 for container in (self.reach.containers if self.promoted.numbers else ())

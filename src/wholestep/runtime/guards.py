@@ -21,7 +21,7 @@ from ..capture.capture import Capture, shared_memory, with_arrays, written_leave
 from ..capture.locations import MISSING, PLAIN, Slots, TensorAttributes, shown
 from ..capture.reachable import opaque
 from ..capture.stand_ins import as_given
-from ..capture.state import baked_numbers, is_zero, tensor_attributes
+from ..capture.state import baked_numbers, option_of, tensor_attributes
 from ..capture.wrappers import switches
 from .size_check import SizeCheck
 from .step_inputs import BatchSizes, StepInputs, batch_shapes
@@ -138,7 +138,9 @@ def _compiled(expected: Sequence[Assumption]) -> Callable[[], bool]:
     for assumption in expected:
         holder, key, value = assumption.place.holder, assumption.place.key, assumption.value
         holder = holder.now() if isinstance(holder, TensorAttributes) else holder
-        if assumption.kind in ("content", "tensor") or holder is os.environ:  # a variable is a new string in each read
+        if (
+            assumption.kind in ("content", "tensor", "shared") or holder is os.environ
+        ):  # a variable is a new string in each read
             condition.add("{}.holds", assumption)
         elif assumption.kind == "attributes" and not holder:
             empty.append(holder)  # as most parameters have none: 5 ns each
@@ -242,9 +244,9 @@ class Guards:
             text = f"{key} of {type(holder).__name__} is {not getattr(holder, key)}"
             add("getattr({}, {}) == {}", holder, key, getattr(holder, key), says=text.__str__)
         for hyper in (hyper for hyper in capture.hypers if hyper.key != "lr"):
-            zero = is_zero(state, hyper)
+            zero = not option_of(state, hyper)
             text = f"option {hyper.key!r} of a parameter group is {'no longer zero' if zero else 'zero'}"
-            add("{}({}, {}) is {}", is_zero, state, hyper, zero, says=text.__str__)
+            add("bool({}({}, {})) is not {}", option_of, state, hyper, zero, says=text.__str__)
         hooks = HookGuard([*modules, *params.values(), *state.optimizers.values()])
         add("not {}()", hooks.changed, says="hooks were registered or removed".__str__)
         for scaler in state.scalers.values():

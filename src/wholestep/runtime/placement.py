@@ -32,21 +32,23 @@ class Primed:
 
     def __init__(self) -> None:
         self.entries: list[tuple[Optimizer, Tensor, bool, dict[str, Any]]] = []
-        self._rates: list[tuple[Optimizer, int, Any]] = []
+        self._options: dict[tuple[Optimizer, int], dict[str, Any]] = {}
         self._is_there = False
 
     def add(self, optimizer: Optimizer, param: Tensor, number: int, device: str) -> None:
         """Create the state of a parameter that has none, in the group of a number."""
         had_entry, group = param in optimizer.state, optimizer.param_groups[number]
-        if held_state.prime(optimizer, param, group, device):
+        if (options := held_state.prime(optimizer, param, group, device)) is not None:
             self.entries.append((optimizer, param, had_entry, optimizer.state[param]))
-            if isinstance(optimizer, (torch.optim.ASGD, torch.optim.Rprop)):
-                self._rates.append((optimizer, number, group["lr"]))
+            self._options[optimizer, number] = options
 
     @property
     def is_late(self) -> bool:
-        """Whether a learning rate that the state begins with is another one now."""
-        return bool(self.entries) and any(o.param_groups[n]["lr"] != rate for o, n, rate in self._rates)
+        """Whether an option that the state begins with is another one now."""
+        groups = ((optimizer.param_groups[n], options) for (optimizer, n), options in self._options.items())
+        return bool(self.entries) and any(
+            group[key] != was for group, options in groups for key, was in options.items()
+        )
 
     def put(self) -> None:
         """Put it where there is none by now."""

@@ -202,7 +202,7 @@ class Program:
             return Miss("optimizer state exists now, for which the step asks")
         with self.primed:
             if self.primed.is_late:
-                return Miss("a learning rate has changed, with which optimizer state begins")
+                return Miss("an option has changed, with which optimizer state begins")
             if changed := self._changed() or self._appeared():
                 return Miss(changed)
             self.bind_state()
