@@ -18,14 +18,17 @@ from tests.unit.test_imports import imports
 from tools.check_rules import check_rules
 from tools.mutate_rules import Mutation, mutate_table
 from wholestep.graph import meta
+from wholestep.layout import resolve
 from wholestep.rules import registry
 from wholestep.rules.call import Call
-from wholestep.rules.dsl import sample
+from wholestep.rules.dsl import ints, rand, sample
 from wholestep.rules.find_rule import find_rule
+from wholestep.rules.localize import localize
 from wholestep.rules.registry import Bind, bind_rule
 from wholestep.rules.rule import BoundRule
-from wholestep.rules.testing.check import Sample
+from wholestep.rules.testing.check import Sample, case_of, ways
 from wholestep.rules.testing.discover import discover
+from wholestep.rules.testing.harness import piece, tensors_in, with_tensors
 
 aten = torch.ops.aten
 OPS = {str(target): target for target in table() if str(target).startswith(("aten.", "wholestep."))}
@@ -81,6 +84,57 @@ def row_of(samples: dict[Any, list[Sample]]) -> Callable[[str], Row]:
 def test_rule_holds(op: str, row_of: Callable[[str], Row]) -> None:
     row = row_of(op)
     assert row.ok, "\n".join([row.verdict, *map(str, row.result.failures[:3])])
+
+
+def of_no_place(op: str, sample: Sample, wrong: int) -> Iterator[tuple[Any, ...]]:
+    """The calls of the ranks that have a piece of the dim, with one index that is none."""
+    target = OPS[op]
+    args = tuple(opened_with(sample.args, wrong))
+    with pytest.raises((IndexError, RuntimeError), match=r"out of|Target"):
+        target(*args)
+    case = case_of(target, sample)
+    bound = bind_rule(case.call)
+    assert bound is not None
+    for way in ways(case, bound, two_axes=False):
+        if way.factor in bound.local:
+            for rank in range(way.mesh.size):
+                at = way.mesh.coordinate(rank)
+                tensors = zip(tensors_in(args), way.takes, strict=True)
+                pieces = [piece(t, layout, way.mesh, at) for t, layout in tensors]
+                local = localize(bound, case.call, way.takes, way.gives, way.mesh, *with_tensors(args, {}, pieces))
+                yield local.target, *resolve(local.args, at)
+
+
+def opened_with(args: Any, wrong: int) -> Iterator[Any]:
+    """The arguments with `wrong` in place of the first index."""
+    for value in args:
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            value = torch.where(torch.arange(value.numel()).view(value.shape) == 0, wrong, value)
+        yield [*opened_with(value, wrong)] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("wrong", [-99, 5, 50])
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("aten.embedding.default", (rand(5, 3), ints(5, 6))),
+        ("aten.gather.default", (rand(5, 6), 0, ints(5, 4, 6))),
+        ("aten.scatter.src", (rand(5, 6), 0, ints(5, 4, 6), rand(4, 6))),
+        ("aten.scatter.value", (rand(5, 6), 0, ints(5, 4, 6), 1.0)),
+        ("aten.index_select.default", (rand(5, 6), 0, ints(5, 4))),
+        ("aten.index.Tensor", (rand(5, 6), [ints(5, 4)])),
+        ("aten.index_put.default", (rand(5, 6), [ints(5, 4)], rand(4, 6))),
+        ("aten.nll_loss_forward.default", (rand(4, 5), ints(5, 4), None, 2, -100)),
+        ("aten.nll_loss2d_forward.default", (rand(4, 5, 2, 3), ints(5, 4, 2, 3), None, 2, -100)),
+    ],
+    ids=lambda value: value.split(".")[1] if isinstance(value, str) else "",
+)  # fmt: skip
+def test_ranks_refuse_an_index_that_the_whole_dim_lacks(op: str, args: tuple[Any, ...], wrong: int) -> None:
+    calls = [*of_no_place(op, Sample(args, {}), wrong)]
+    assert len(calls) >= 2
+    for target, *local in calls:
+        with pytest.raises((IndexError, RuntimeError), match=r"out of|Target"):
+            target(*local)
 
 
 def test_table_is_large() -> None:

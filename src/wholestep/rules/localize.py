@@ -14,7 +14,7 @@ from ..graph.storage import shares
 from ..layout import Extent, Layout
 from ..mesh import Mesh
 from .call import Call
-from .rule import BoundRule, Group
+from .rule import OF_WHOLE, BoundRule, Group
 
 aten = torch.ops.aten
 
@@ -68,7 +68,8 @@ def localize(
     args, kwargs = call.replace(values, args, kwargs)
     for factor in rule.local:
         if factor in pieces:
-            return Local(rule.local[factor], (*pieces[factor], *args), kwargs)
+            piece = pieces[factor][: 3 if rule.local[factor] in OF_WHOLE else 2]
+            return Local(rule.local[factor], (*piece, *args), kwargs)
     return Local(call.target, args, kwargs)
 
 
@@ -79,14 +80,14 @@ def _start(size: int, axes: Sequence[str], mesh: Mesh) -> int | Extent:
 
 def _pieces(
     group: Group, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh
-) -> dict[str, tuple[int | Extent, int | Extent]]:
-    """For each sharded factor the index of the first entry of this rank's piece, and its length."""
-    pieces: dict[str, tuple[int | Extent, int | Extent]] = {}
+) -> dict[str, tuple[int | Extent, int | Extent, int]]:
+    """For each sharded factor the index of the first entry of this rank's piece, its length, and that of the whole."""
+    pieces: dict[str, tuple[int | Extent, int | Extent, int]] = {}
     for terms, layouts, shape in ((group.operands, takes, call.shape), (group.outputs, gives, call.made)):
         for position, term in terms.items():
             for dim, factor in enumerate(term):
                 axes = layouts[position].dims[dim] if factor else ()
                 if factor and axes and factor not in pieces:
-                    length = layouts[position].extents(shape(position), mesh)[dim]
-                    pieces[factor] = _start(shape(position)[dim], axes, mesh), length
+                    size, length = shape(position)[dim], layouts[position].extents(shape(position), mesh)[dim]
+                    pieces[factor] = _start(size, axes, mesh), length, size
     return pieces

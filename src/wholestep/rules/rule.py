@@ -20,6 +20,8 @@ ANY_PARTIAL = frozenset(PARTIAL_OPS)
 
 COUNT_OPERANDS: set[Callable[..., Any]] = set()
 """Functions that run instead of an op on as many places as their operands have, whatever the length of the piece."""
+OF_WHOLE: set[Callable[..., Any]] = set()
+"""Functions that run instead of an op, and are given the size of the whole dim behind the start and the length."""
 
 
 @dataclass(frozen=True)

@@ -18,12 +18,15 @@ from ...graph.meta import TensorMeta
 from ..call import Call
 from ..dsl import WHOLE, aten, called, ints, rand, row, sample
 from ..registry import Bind, Function
-from ..rule import ANY_PARTIAL, COUNT_OPERANDS, LINEAR, BoundRule, Group, PassThrough, Term
+from ..rule import ANY_PARTIAL, COUNT_OPERANDS, LINEAR, OF_WHOLE, BoundRule, Group, PassThrough, Term
 
 
-def _within(index: Tensor, start: int, length: int) -> Tensor:
-    """Positions of indices in this rank's piece; `length` for those outside of it."""
-    return torch.where((index >= start) & (index < start + length), index - start, length)
+def _within(index: Tensor, start: int, length: int, size: int) -> Tensor:
+    """Positions of indices in this rank's piece; `length` for those outside of it; one that ops refuse for those that
+    are no index of the whole dim.
+    """
+    elsewhere = torch.where((index >= 0) & (index < size), length, length + 1)
+    return torch.where((index >= start) & (index < start + length), index - start, elsewhere)
 
 
 def _with_one(piece: Tensor, dim: int) -> Tensor:
@@ -36,10 +39,13 @@ def _with_one(piece: Tensor, dim: int) -> Tensor:
 def _in_piece(op: Any, writes: bool = False) -> Callable[..., Tensor]:
     """`op` on this rank's piece of a sharded dim; writes outside the piece go to an entry that is dropped."""
 
-    def run(start: int, length: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **kwargs: Any) -> Tensor:
-        values = op(_with_one(have, dim), dim, _within(index, start, length), *rest, **kwargs)
+    def run(
+        start: int, length: int, size: int, have: Tensor, dim: int, index: Tensor, *rest: Any, **kwargs: Any
+    ) -> Tensor:
+        values = op(_with_one(have, dim), dim, _within(index, start, length, size), *rest, **kwargs)
         return values.narrow(dim, 0, length) if writes else values
 
+    OF_WHOLE.add(run)
     return called(run, op, "in_piece")
 
 
@@ -55,18 +61,19 @@ def _from_first(op: Any) -> Callable[..., Tensor]:
 
 
 # -- embedding ---------------------------------------------------------------------------
-def _vocabulary_piece(start: int, length: int, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
-    return aten.embedding.default(_with_one(weight, 0), _within(indices, start, length))
+def _vocabulary_piece(start: int, length: int, size: int, weight: Tensor, indices: Tensor, *rest: Any) -> Tensor:
+    return aten.embedding.default(_with_one(weight, 0), _within(indices, start, length, size))
 
 
 def _vocabulary_gradient(
-    start: int, length: int, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
+    start: int, length: int, size: int, grad: Tensor, indices: Tensor, count: int, padding: int, by_frequency: bool
 ) -> Tensor:
     unread = padding - start if start <= padding < start + length else -1
-    index = _within(indices, start, length)
+    index = _within(indices, start, length, size).clamp(max=length)  # the forward refuses others
     return aten.embedding_dense_backward.default(grad, index, length + 1, unread, by_frequency).narrow(0, 0, length)
 
 
+OF_WHOLE.update((_vocabulary_piece, _vocabulary_gradient))
 row("embedding", "v d, ... -> ... d", linear="0", local={"v": _vocabulary_piece})
 # how often an index comes up is counted over all of them
 row(
@@ -170,18 +177,19 @@ def _index_tensors(call: Call) -> Indices | None:
     return None if masks or all(i is None for i in indices) else indices
 
 
-def _at_indices(call: Call, dim: int, writes: bool = False) -> dict[str, Callable[..., Tensor]]:
-    """By factor, the op on this rank's piece of `dim`, with one more entry for indices outside of it."""
-    size = call.shape(0)[dim]
+@cache
+def _at_indices(op: Any, dim: int, writes: bool = False) -> Callable[..., Tensor]:
+    """`op` on this rank's piece of `dim`, with one more entry for indices outside of it."""
 
-    def run(start: int, length: int, have: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> Tensor:
+    def run(start: int, length: int, size: int, have: Tensor, indices: Sequence[Tensor | None], *rest: Any) -> Tensor:
         index = indices[dim]
         assert index is not None, "the dim is indexed"
-        local = _within(torch.where(index < 0, index + size, index), start, length)
-        values = call.target(_with_one(have, dim), [local if d == dim else i for d, i in enumerate(indices)], *rest)
+        local = _within(torch.where(index < 0, index + size, index), start, length, size)
+        values = op(_with_one(have, dim), [local if d == dim else i for d, i in enumerate(indices)], *rest)
         return values.narrow(dim, 0, length) if writes else values
 
-    return {"a": called(run, call.target, "in_piece")}
+    OF_WHOLE.add(run)
+    return called(run, op, "in_piece")
 
 
 def _picks() -> Iterator[tuple[Any, ...]]:
@@ -203,7 +211,7 @@ def pick(call: Call) -> BoundRule | None:
     through = (PassThrough(frozenset({0}), ANY_PARTIAL),)
     reduces = {} if dim is None else {"a": "sum"}
     group = Group(operands, {0: places.out}, reduces, through, sizes=places.sizes(call.shape(0)))
-    return BoundRule((group,), local={} if dim is None else _at_indices(call, dim))
+    return BoundRule((group,), local={} if dim is None else {"a": _at_indices(call.target, dim)})
 
 
 def _puts() -> Iterator[tuple[Any, ...]]:
@@ -233,7 +241,7 @@ def put(call: Call) -> BoundRule | None:
     group = Group(operands, {0: tuple(places.dims)}, {keep: "sum"} if keep else {}, through, sizes=sizes)
     if keep:
         return BoundRule((group,), local={keep: _from_first(call.target)})
-    return BoundRule((group,), local={} if dim is None else _at_indices(call, dim, writes=True))
+    return BoundRule((group,), local={} if dim is None else {"a": _at_indices(call.target, dim, True)})
 
 
 def _masked(call: Call) -> BoundRule | None:

@@ -16,15 +16,18 @@ from ...graph.ops import CTC_LOSS
 from ..call import Call
 from ..dsl import WHOLE, aten, called, ints, rand, row, sample
 from ..registry import Bind
+from ..rule import OF_WHOLE
 
 NONE, MEAN, SUM = 0, 1, 2
 _OUTSIDE = -100
 
 
 # -- negative log likelihood -----------------------------------------------------------------
-def _near(target: Tensor, start: int, length: int, ignored: int) -> Tensor:
+def _near(target: Tensor, start: int, length: int, size: int, ignored: int) -> Tensor:
+    """Classes of the piece; one that losses refuse for those that are no class at all."""
     inside = (target >= start) & (target < start + length) & (target != ignored)
-    return torch.where(inside, target - start, _OUTSIDE)
+    elsewhere = torch.where(((target >= 0) & (target < size)) | (target == ignored), _OUTSIDE, length + 1)
+    return torch.where(inside, target - start, elsewhere)
 
 
 def _padded(scores: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -39,12 +42,14 @@ def _padded(scores: Tensor, weight: Tensor | None) -> tuple[Tensor, Tensor | Non
 def _in_piece(op: Any, grads: int) -> Callable[..., Any]:
     """`op` on this rank's piece of the classes; `grads` operands stand before the scores."""
 
-    def run(start: int, length: int, *args: Any) -> Any:
+    def run(start: int, length: int, size: int, *args: Any) -> Any:
         scores, target, weight, reduction, ignored, *total = args[grads:]
         scores, weight = _padded(scores, weight)
-        values = op(*args[:grads], scores, _near(target, start, length, ignored), weight, reduction, _OUTSIDE, *total)
+        near = _near(target, start, length, size, ignored)
+        values = op(*args[:grads], scores, near, weight, reduction, _OUTSIDE, *total)
         return values.narrow(min(1, values.dim() - 1), 0, length) if grads else values
 
+    OF_WHOLE.add(run)
     return called(run, op, "in_piece")
 
 
