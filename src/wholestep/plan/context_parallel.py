@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,8 +14,8 @@ from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
-from ..graph.nodes import operands
-from ..graph.op_kinds import arithmetic, packet_name
+from ..graph.nodes import node_at, operands
+from ..graph.op_kinds import VIEWS, arithmetic, packet_name
 from ..graph.text import human, op_name
 from ..layout import AxisState
 from ..mesh import Mesh
@@ -25,11 +25,15 @@ from .attention_windows import mask_of, near_tokens, reach_of
 from .data_parallel import BatchDim, batch_dim, stored
 from .decision import Decision
 from .op_strategies import NEAR, RING, ring
+from .propagation_inputs import moving
 from .storage_styles import style_named
-from .strategy import BatchCut, Pins, Resting
+from .strategy import BatchCut, Pins, Resting, States
 
 _QUERIES, _HEADS = "q", "g"
 """Factors in the rules of fused attention; a head of keys has a group of heads of queries."""
+
+
+_Ways = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -102,11 +106,14 @@ class ContextParallel:
         """
         parts = mesh.axis_size(self.axis)
         lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        if parts == 1:
+            return Pins()
+        reads, biases = self._looked_up(graph, lengths)
         if self.method == "ring":
-            rings = self._rings(graph, lengths) if parts > 1 else ()
-            return Pins(op_strategies={name: {self.axis: (RING,)} for name in rings})
-        reads, strategies = dict[tuple[str, str], dict[str, AxisState]](), dict[str, dict[str, tuple[str, ...]]]()
-        for node, group in _attention(graph) if parts > 1 else ():
+            rings = {name: {self.axis: (RING,)} for name in self._rings(graph, lengths)}
+            return Pins(reads=reads, op_strategies=biases | rings)
+        strategies = dict[str, _Ways]()
+        for node, group in _attention(graph):
             query = next(i for i, term in group.operands.items() if _QUERIES in term)
             dim = group.operands[query].index(_QUERIES)
             if _size(node, group, query, _QUERIES) not in lengths:
@@ -121,7 +128,27 @@ class ContextParallel:
                 if _HEADS in term and len(term) == len(group.operands[query]):
                     others = [user.name for user in item.users if not _attends(user)]
                     reads |= {(name, item.name): {self.axis: AxisState("S", dim)} for name in others}
-        return Pins(reads=reads, op_strategies=strategies)
+        by_heads = any(way == (f"cut {_HEADS}",) for ways in strategies.values() for way in ways.values())
+        return Pins(reads=reads, op_strategies=strategies if by_heads else strategies | biases)
+
+    def _looked_up(
+        self, graph: TrainGraph, lengths: set[int]
+    ) -> tuple[dict[tuple[str, str], States], dict[str, _Ways]]:
+        """That ranks look up what their tokens are, also where a shift of these has gathered them, and their rows of a
+        bias for each two tokens, as that of T5: of all rows they would look up what their parts of the table have.
+        """
+        reads, pinned, moves = dict[tuple[str, str], States](), dict[str, str](), moving(graph)
+        for node in graph.graph.nodes:
+            rule = find_rule(node) if packet_name(node.target) == "embedding" else None
+            if rule is None:
+                continue
+            index = node_at(node, 1)
+            dims = [dim for dim, size in enumerate(meta.one_tensor(index).shape) if size in lengths]
+            if index in moves and dims:
+                reads[node.name, index.name] = {self.axis: AxisState("S", dims[-1])}
+            rows = [_views_of_rows(node, rule.groups[0].operands[1][dim], moves) for dim in dims if index not in moves]
+            pinned |= next(filter(None, rows), dict[str, str]())
+        return reads, {name: {self.axis: (f"cut {factor}",)} for name, factor in pinned.items()}
 
     def _rings(self, graph: TrainGraph, lengths: set[int]) -> list[str]:
         """Calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
@@ -195,6 +222,22 @@ class ContextParallel:
         """One line for the head of a plan."""
         stored_as = style_named(self.style or "fully_shard").name
         return f"context parallel on {self.axis}, attention by {self.method}, {stored_as}"
+
+
+def _views_of_rows(node: Node, factor: str | None, moves: Container[Node]) -> dict[str, str]:
+    """Factors of `node`, and of views of its result, that become the rows that others read; none if some do not."""
+    rule = find_rule(node)
+    term = rule.groups[0].outputs[0] if rule else ()
+    if rule is None or factor is None or factor not in term:
+        return {}
+    pinned, place = {node.name: factor}, term.index(factor)
+    for user in node.users:
+        views = find_rule(user) if user.target in VIEWS and user not in moves else None
+        further = _views_of_rows(user, views.groups[0].operands[0][place], moves) if views else {}
+        if not further and (views or place != len(term) - 2):
+            return {}
+        pinned |= further
+    return pinned
 
 
 def _size(node: Node, group: Group, operand: int, factor: str) -> int:
