@@ -14,7 +14,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .checkpoint.memory_copies import MemoryCopies
     from .compile import capture, compile
     from .cost.kernel_times import KernelTimes
-    from .cost.memory import LiveTensor, PeakMemory, peak_memory
+    from .cost.memory import LiveTensor, PeakMemory
     from .cost.simulation import SimulationResult
     from .cost.software import Software
     from .cost.timeline import Span, Timeline
@@ -57,7 +57,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .plan.plan import Plan
     from .plan.tensor_parallel import TensorParallel
     from .planner.auto import Auto
-    from .planner.prediction import simulate, timeline
+    from .planner.prediction import peak_memory, simulate, timeline
     from .planner.resolve import plan
     from .precision import Float8, MixedPrecision
     from .report.page import report

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import prod
 
 from torch.fx import Graph, Node
 
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Role
-from ..graph.loop import loop_of
 from ..graph.nodes import is_wait
 from ..graph.op_kinds import collective_kind
 from ..graph.region import region_of
@@ -127,17 +125,18 @@ def curve(buffers: Sequence[Storage], calls: int) -> list[int]:
 
 
 def peak_memory(local: LocalGraph) -> PeakMemory:
-    """The peak of live bytes on a rank, and the tensors that are live there.
-
-    Example:
-        >>> print(wholestep.peak_memory(step.local_graph))
-    """
-    if local.stage_axis and local.stage is None:
-        return _of_stages(local)
+    """The peak of live bytes on a rank, and the tensors that are live there (`planner.prediction.peak_memory`)."""
+    assert local.stage is not None or not local.stage_axis, "of all stages: planner.prediction"
     buffers, calls = storages_here(local, storages(local.graph)), _calls(local.graph)
     sizes = curve(buffers, len(calls))
     at = max(range(len(sizes)), key=sizes.__getitem__, default=-1)
     return _live(local, [s for s in buffers if _is_live(s, at, at)], calls[at] if calls else None)
+
+
+def peak_of_pieces(local: LocalGraph) -> int:
+    """The most live bytes of a stage while it runs pieces."""
+    held_bytes = zip(_calls(local.graph), bytes_held(local), strict=True)
+    return max((size for node, size in held_bytes if meta.piece(node) is not None), default=0)
 
 
 def peak_beside(local: LocalGraph, loop: str) -> PeakMemory:
@@ -158,27 +157,6 @@ def _live(local: LocalGraph, alive: Sequence[Storage], at: Node | None) -> PeakM
     rest = sum(s.size_bytes for s in alive if s.first < 0)
     name, path = (at.name, meta.module_path(at)) if at else ("", "")
     return PeakMemory(sum(s.size_bytes for s in alive), rest, name, path, tuple(rows))
-
-
-def _of_stages(local: LocalGraph) -> PeakMemory:
-    """Of the stage that holds most: what rests on it, and in a loop its gradients and values of pieces. `peak_memory`
-    of the program of a stage has its tensors.
-    """
-    first, most = local.mesh.coordinate(0), PeakMemory(0, 0, "", "", ())
-    for stage in range(local.mesh.axis_size(local.stage_axis)):
-        rest = sum(
-            prod(layout.local_shape(i.meta.shape, local.mesh, first)) * i.meta.dtype.itemsize
-            for i, layout in zip(local.inputs, local.layouts, strict=True)
-            if layout.is_held_at({**first, local.stage_axis: stage})
-        )
-        for node in local.graph.nodes:
-            loop = loop_of(node)
-            part = loop.stages.parts[stage] if loop and loop.stages else None
-            outputs = [user for user in node.users if meta.stage(user) in (None, stage)] if part else []
-            size = rest + (part.peak_bytes if part else 0) + sum(map(meta.size_bytes, outputs))
-            if size > most.size_bytes:
-                most = PeakMemory(size, rest, node.name, "", ())
-    return most
 
 
 def _row(storage: Storage, roles: dict[Node, tuple[str, str]]) -> LiveTensor:

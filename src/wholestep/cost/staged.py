@@ -118,11 +118,12 @@ class StagedStep:
 
 
 def staged_step(
-    variants: Sequence[Variant], exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float
-) -> StagedStep:
+    variants: Sequence[Variant], exchanges: Sequence[Exchange], pieces: int, order: str | StageParts, crowd: float,
+    peak_bytes: tuple[int, ...] = (),
+) -> StagedStep:  # fmt: skip
     """The step of ranks in the last of `variants` where the order moves gradients of weights, else in the first.
-    `order`: by name, `auto`, or that of a program. Without blocks, stages run the whole batch one after the other.
-    `crowd`: ranks that share a core.
+    `order`: by name, `auto`, or that of a program, whose pieces hold at most `peak_bytes` on each rank. Without blocks,
+    stages run the whole batch one after the other. `crowd`: ranks that share a core.
     """
     (works, full), (works_apart, apart) = variants[0], variants[-1]
     ranks = len(works)
@@ -155,7 +156,7 @@ def staged_step(
         if exchange.is_loop:
             begin = min(now)
             delayed = simulate_orders(costs, pieces, loop.orders, [us - begin for us in now], crowd)
-            loop = replace(delayed, peak_bytes=loop.peak_bytes)
+            loop = replace(delayed, peak_bytes=peak_bytes or delayed.peak_bytes)
             for rank, block, _, _, end in loop.spans:
                 stage = rank + costs[block].chunk * ranks
                 ends[stage] = max(ends.get(stage, begin), begin + end)
@@ -207,8 +208,7 @@ def _ordered(
     steady, cut = ({name: cost.steady for name, cost in costs.items()} for costs in (full, apart))
     if isinstance(order, StageParts):
         simulated = simulate_orders(cut if order.has_fillers else steady, pieces, order.tasks)
-        peak_bytes = tuple(part.peak_bytes for part in order.parts)  # messages under way too
-        return order.order, replace(simulated, peak_bytes=peak_bytes), order.simulated_us
+        return order.order, simulated, order.simulated_us
     if not full:
         return order, OrderResult(((),) * ranks, 0.0, (), (0,) * ranks, (0.0,) * ranks), {}
     if order == "auto":

@@ -87,7 +87,7 @@ class StagePart:
     """What a stage runs of a loop: `actions`, which read the values `operands` of the loop.
 
     `totals`: the name of each accumulator before a piece (None for the first) and after it. `device` of received
-    values. `peak_bytes`: most bytes of values of pieces, by simulation.
+    values.
     """
 
     axis: str
@@ -99,45 +99,10 @@ class StagePart:
     operands: tuple[str, ...]
     totals: tuple[tuple[str, str], ...]
     device: str
-    peak_bytes: int = 0
 
     def tag(self, message: str, piece: int) -> int:
         """The tag of a message for a piece."""
         return _TAGS + list(self.messages).index(message) * self.pieces + piece
-
-
-@dataclass
-class Held:
-    """The bytes that a stage holds of its pieces and of messages under way, action by action."""
-
-    blocks: Mapping[str, StageBlock]
-    messages: Mapping[str, Message]
-    pieces: dict[int, int] = field(default_factory=dict[int, int])
-    coming: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-    going: dict[tuple[str, int], int] = field(default_factory=dict[tuple[str, int], int])
-
-    @property
-    def now(self) -> int:
-        """All bytes."""
-        return sum(self.pieces.values()) + sum(self.coming.values()) + sum(self.going.values())
-
-    def after(self, action: Action) -> int:
-        """Do an action, for the most bytes that are held meanwhile. What is received counts until its first reader has
-        run, what is sent until it is known to have left.
-        """
-        key, before, most = (action.name, action.piece), self.now, 0
-        if action.kind in ("post", "send"):
-            (self.coming if action.kind == "post" else self.going)[key] = self.messages[action.name].size_bytes
-        elif action.kind == "sent":
-            del self.going[key]
-        elif action.kind == "run":
-            most = before + self.blocks[action.name].work_bytes
-            block = self.blocks[action.name]
-            left_bytes = self.pieces.get(action.piece, 0) + block.holds_bytes - block.frees_bytes
-            self.pieces[action.piece] = max(left_bytes, 0)
-            for name in block.takes:
-                self.coming.pop((name, action.piece), None)
-        return max(before, most, self.now)
 
 
 @dataclass(frozen=True, eq=False)

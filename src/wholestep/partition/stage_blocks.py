@@ -24,7 +24,7 @@ from ..graph.deadlock import check_orders
 from ..graph.loop import Loop
 from ..graph.nodes import add_empty, copy_node, is_collective, node_at, operands, reached
 from ..graph.region import Region
-from ..graph.stage_part import Held, Message, StageBlock, StagePart, StageParts, transfer
+from ..graph.stage_part import Message, StageBlock, StagePart, StageParts, transfer
 from ..graph.written_out import region_from
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
@@ -86,8 +86,7 @@ def parts_in(
     alone, priced = is_alone(device), cut.costs(axis, BlockPrices(hardware, mesh))
     parts = cut.parts(axis, device, orders, alone)
     check_orders([part.actions for part in parts], cut.messages, cut.blocks, cut.loop.pieces, alone)
-    parts = (replace(part, blocks=tuple(_priced(b, priced[b.name]) for b in part.blocks)) for part in parts)
-    return tuple(replace(part, peak_bytes=_peak_bytes(part)) for part in parts)
+    return tuple(replace(part, blocks=tuple(_priced(b, priced[b.name]) for b in part.blocks)) for part in parts)
 
 
 def is_alone(device: str) -> bool:
@@ -109,8 +108,7 @@ def recut(loop: Loop, mesh: Mesh, axis: str, hardware: Hardware, only: int | Non
         part, priced = parts[stage], [_priced(block, costs[block.name]) for block in cut.blocks[stage]]
         if [block.name for block in priced] != [block.name for block in part.blocks]:
             raise GraphError(f"stage {stage} has other blocks than before", "the same blocks with other contents")
-        part = replace(part, blocks=tuple(priced), operands=cut.operands[stage])
-        parts[stage] = replace(part, peak_bytes=_peak_bytes(part))
+        parts[stage] = replace(part, blocks=tuple(priced), operands=cut.operands[stage])
     actions, blocks = [part.actions for part in parts], [part.blocks for part in parts]
     check_orders(actions, cut.messages, blocks, loop.pieces, is_alone(parts[0].device))
     return replace(loop, stages=replace(loop.stages, parts=tuple(parts)))
@@ -145,12 +143,6 @@ def in_order_of(
 def _priced(block: StageBlock, other: StageBlock | BlockCost) -> StageBlock:
     memory = {"holds_bytes": other.holds_bytes, "work_bytes": other.work_bytes, "frees_bytes": other.frees_bytes}
     return replace(block, us=other.us, **memory)
-
-
-def _peak_bytes(part: StagePart) -> int:
-    """The most bytes that a stage holds of pieces and messages at once."""
-    memory = Held({block.name: block for block in part.blocks}, part.messages)
-    return max(map(memory.after, part.actions), default=0)
 
 
 def _refuse_exchanges(loop: Loop, axis: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..cost import simulation
+from ..cost import memory, simulation
 from ..cost import timeline as timelines
 from ..cost.kernel_times import KernelTimes
+from ..cost.memory import PeakMemory
 from ..cost.simulation import SimulationResult
 from ..cost.software import OWN, Software
 from ..cost.stage_costs import BlockPrices
@@ -14,6 +15,7 @@ from ..cost.timeline import Timeline
 from ..errors import PlanError, shown
 from ..graph.graph import LocalGraph
 from ..hardware.hardware import Hardware
+from ..partition.stage_program import stage_program
 from .staged_plan import staged
 
 
@@ -61,6 +63,18 @@ def timeline(
     if _is_of_all_stages(local):
         return staged(local, BlockPrices(hardware, local.mesh, software)).timeline
     return timelines.timeline(local, hardware, software)
+
+
+def peak_memory(local: LocalGraph) -> PeakMemory:
+    """The peak of live bytes on a rank, and the tensors that are live there; of the program of all stages of a
+    pipeline, those of the stage that holds most.
+
+    Example:
+        >>> print(wholestep.peak_memory(step.local_graph))
+    """
+    stages = range(local.mesh.axis_size(local.stage_axis)) if _is_of_all_stages(local) else [0]
+    peaks = (memory.peak_memory(stage_program(local, stage)) for stage in stages)
+    return max(peaks, key=lambda peak: peak.size_bytes)
 
 
 def _checked(software: Any) -> Software:

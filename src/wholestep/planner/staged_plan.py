@@ -17,6 +17,7 @@ from torch import nn
 from ..backend.default_passes import default_passes
 from ..cost.block_runs import BlockCost
 from ..cost.compute import precision_of
+from ..cost.memory import peak_of_pieces
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
 from ..cost.stage_costs import BlockPrices, block_costs
@@ -237,9 +238,13 @@ def staged(
         edges = dict(zip(names, (block for work in works for block in work.blocks), strict=True))
         blocks = {n: replace(c, first=edges[n].first, last=edges[n].last) for n, c in costs.items()}
         variants.append(([[(work, None)] for work in works], blocks))
+    peaks: tuple[int, ...] = ()
+    if shared is not None and order is None:  # of the program in its order, exactly
+        programs, works = short.programs(shared.has_fillers), [work for ((work, _),) in variants[-1][0]]
+        peaks = tuple(peak_of_pieces(p) - round(w.loop_bytes) for p, w in zip(programs, works, strict=True))
     step = staged_step(
         variants, _exchanges(local, prices, short.count), loops[0].pieces if loops else 1, order or shared or named,
-        prices.hardware.ranks_per_core,
+        prices.hardware.ranks_per_core, peaks,
     )  # fmt: skip
     return replace(step, precision=precision_of(local))
 
