@@ -451,6 +451,21 @@ def test_auto_takes_what_sends_less(heads: int, keys: int, ranks: int, by_heads:
     assert ("all_to_all" in kinds) == by_heads
 
 
+@pytest.mark.parametrize(("length", "by_heads"), [(32, True), (512, False)])
+@pytest.mark.parametrize("per_head", [True, False])
+def test_auto_weighs_a_mask(length: int, by_heads: bool, per_head: bool) -> None:
+    """All of a mask on each rank, where heads share it: from some length on it is more than keys and values."""
+
+    def step(model: nn.Module, x: Tensor) -> None:
+        q, k = (t.unflatten(-1, (8, 16)).transpose(1, 2) for t in model(x).chunk(2, -1))
+        mask = torch.ones(1, 8 if per_head else 1, length, length, dtype=torch.bool).tril(5)
+        F.scaled_dot_product_attention(q, k, k, mask).square().mean().backward()
+
+    graph = ws.capture(step, nn.Linear(4, 256), torch.randn(1, length, 4))
+    kinds = ws.partition(graph, ws.plan(graph, "cp=8", ws.ContextParallel())).collectives()
+    assert ("all_to_all" in kinds) == (by_heads or per_head)
+
+
 # -- kernels that are not here ---------------------------------------------------------------------------
 def _reference(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Attention and the logarithms of its sums, by products."""

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Literal
 
 from torch.fx import Node
@@ -46,7 +47,8 @@ class ContextParallel:
         method: how tokens meet in `scaled_dot_product_attention`. `"gather"`: a rank has its queries, and gathers keys
             and values, with as many heads as they have. `"heads"`: all tokens of some heads, by an all-to-all before
             and after. `"ring"`: as `"gather"`, but keys and values go from rank to rank, so that a rank never has all
-            of them. `"auto"`: of the first two the one that sends less; "gather" where the heads of keys do not divide.
+            of them. `"auto"`: of the first two the one that sends less, counting the rows of a mask that `"heads"`
+            makes besides; "gather" where the heads of keys do not divide.
             Of all but `"heads"`, a mask that is proved to be a window sends the keys and values within it alone.
         input_dim: the dim of batch tensors that counts tokens; or by argument, as `DataParallel.input_batch_dim`.
         inputs: what a rank is given: the `global` sequences, of which it takes its part, or its `local` part.
@@ -169,7 +171,7 @@ class ContextParallel:
 
     def _by_heads(self, node: Node, group: Group, query: int, parts: int, near: int | None) -> bool:
         """Whether heads are sharded: by bytes, keys and values to each rank, or those of `near` tokens, against an
-        all-to-all of each operand and of the result.
+        all-to-all of each operand and of the result, and the rows of a mask that it has by no other method.
         """
         if self.method == "gather":
             return False
@@ -180,10 +182,11 @@ class ContextParallel:
             needed = "as many heads of keys and values on each rank"
             raise PlanError(problem, needed, "give method='gather', or fewer ranks", meta.source_line(node))
         key = next(i for i, term in group.operands.items() if _HEADS in term and _QUERIES not in term)
-        queries, keys = _size(node, group, query, _HEADS), _size(node, group, key, _HEADS)
-        tokens = int(_size(node, group, query, _QUERIES))
-        got = tokens * (parts - 1) if near is None else near * parts
-        return self.method == "heads" or got * keys * parts > tokens * (queries + keys) * (parts - 1)
+        queries, keys = (meta.size_bytes(operands(node)[operand]) for operand in (query, key))
+        others = parts - 1
+        near_keys = keys * others if near is None else keys * near * parts // int(_size(node, group, query, _QUERIES))
+        exchanged = (queries + keys) * others + _mask_bytes(node) * others * parts // 2
+        return self.method == "heads" or near_keys * parts > exchanged
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Warn of attention that is written by hand where the method is not for it. What ranks repeat is in
@@ -222,6 +225,17 @@ class ContextParallel:
         """One line for the head of a plan."""
         stored_as = style_named(self.style or "fully_shard").name
         return f"context parallel on {self.axis}, attention by {self.method}, {stored_as}"
+
+
+def _mask_bytes(node: Node) -> int:
+    """Bytes of the mask of a call that is the same for all heads, for each call that reads it; 0 without one."""
+    if (place := mask_of(node)) is None:
+        return 0
+    mask = operands(node)[place]
+    tensor = meta.one_tensor(mask)
+    once = [int(size) for size, step in zip(tensor.shape, tensor.stride, strict=True) if step]
+    of_heads = len(tensor.shape) == 4 and int(tensor.shape[1]) > 1 and tensor.stride[1] != 0
+    return 0 if of_heads else prod(once) * tensor.dtype.itemsize // max(1, sum(map(_attends, mask.users)))
 
 
 def _views_of_rows(node: Node, factor: str | None, moves: Container[Node]) -> dict[str, str]:
