@@ -55,6 +55,7 @@ def same(found: Any, expected: Any, tolerance: float, where: str) -> None:
         return
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor), f"{where} is {type(found).__name__}"
+        assert found.dtype == expected.dtype, f"{where} is {found.dtype}"
         difference = relative(found.detach(), expected.detach())
         assert difference <= tolerance, f"{where}: {difference:.1e}"
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ParamSpec, Protocol, cast, overload
 
 from .capture.capture import capture_step
@@ -43,11 +44,7 @@ def _compile(
         CaptureError: an option is unknown.
         PlanError, BackendError, MeshError, CacheError: one is malformed; what depends on the model comes later.
     """
-    resolved = StepOptions.of(CompileOptions(**options))
-
-    def decorate(fn: Callable[..., Any]) -> CompiledStep:
-        return CompiledStep(fn, resolved)
-
+    decorate = partial(CompiledStep, options=StepOptions.of(CompileOptions(**options)))
     return decorate if train_step is None else decorate(train_step)
 
 

@@ -37,6 +37,10 @@ DOORS: dict[str, tuple[Callable[[ws.TrainGraph], Any], str]] = {
         lambda graph: ws.compile("train"),
         "compile(train_step='train')\n  needed: train_step of type function | None\n  next: correct train_step=",
     ),
+    "no step": (
+        lambda graph: ws.compile()(),
+        "CompiledStep(options=...): missing a required argument: 'fn'\n  needed: CompiledStep(fn, options)",
+    ),
     "a model": (
         lambda graph: ws.compile(mean_square, model=3)(nn.Linear(2, 2), None, torch.ones(2)),
         "CompileOptions(model=3)\n  needed: model of type Module | Sequence[Module] | Mapping[str, Module] | None",

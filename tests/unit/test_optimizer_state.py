@@ -480,11 +480,21 @@ def test_state_is_there_when_the_optimizer_has_made_it(asks: str, name: str) -> 
     assert step.captures == (1 if asks == "never" else 2)
 
 
-@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("resets", [cleared, emptied, another], ids=lambda resets: resets.__name__)
 def test_a_step_may_begin_without_the_state_of_the_last_one(resets: Callable[..., Tensor], name: str) -> None:
     same_as_eager(resets, lambda: with_state(name), batches((4, 3), count=4))
+
+
+def test_a_step_may_print_or_return_the_state_of_its_optimizer(capsys: pytest.CaptureFixture[str]) -> None:
+    def shows(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Any:
+        print(optimizer.state, type(optimizer.state))
+        return model(x).sum().detach(), optimizer.state
+
+    model = nn.Linear(3, 2).double()
+    _, state = ws.compile(shows)(model, torch.optim.SGD(model.parameters(), 0.1), *batches((4, 3))[0])
+    assert capsys.readouterr().out == "defaultdict(<class 'dict'>, {}) <class 'collections.defaultdict'>\n"
+    assert state == {}
 
 
 @pytest.mark.parametrize("made", ["all", "one", "entry"])

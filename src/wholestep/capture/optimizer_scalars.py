@@ -8,7 +8,7 @@ a model in float64 would not be exact otherwise.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..graph.graph import Input
 from .optimizer_entries import Entry
-from .state import is_of_torch
+from .state import begin, begins, is_of_torch
 
 _COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 _MULTIPLIES = ("mul_", "__imul__", "_foreach_mul_")
@@ -39,24 +39,47 @@ class _Scalar:
     entry: dict[str, Any]
     group: dict[str, Any]
 
+    @property
+    def as_it_was(self) -> Tensor:
+        return self.tensor.to(self.dtype)
+
 
 @dataclass
 class Counts:
-    """The float64 scalars of one trace, by the identity of the tensor, and the `names` of their inputs."""
+    """The float64 scalars of one trace, by the identity of the tensor."""
 
     scalars: dict[int, _Scalar] = field(default_factory=dict[int, _Scalar])
-    names: set[str] = field(default_factory=set[str])
 
     def put(self, optimizer: Optimizer, entry: dict[Any, Any], source: Input, param: Tensor, tensor: Tensor) -> None:
         """Put a state tensor into an entry: as float64 if eager would read it; fused kernels read the original."""
-        fused = any(group.get("fused") for group in optimizer.param_groups)
-        counts = is_of_torch(optimizer) and source.key in _COUNTS
         Entry(entry)[source.key] = tensor
-        if counts and not fused and tensor.dim() == 0 and tensor.is_floating_point() and tensor.dtype != torch.float64:
+        if self._is_count(optimizer, source.key, tensor):
             group = next(g for g in optimizer.param_groups if any(p is param for p in g["params"]))
-            entry[source.key] = tensor.double()
-            self.names.add(source.name)
-            self.scalars[id(entry[source.key])] = _Scalar(entry[source.key], tensor.dtype, source.key, entry, group)
+            self._widen(entry, source.key, group)
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """Create the state that the step has taken away and that an update needs: eager will read its counts, too."""
+        table, later = cast(dict[Any, dict[str, Any]], optimizer.state), getattr(optimizer.state, "later", ())
+        for group in optimizer.param_groups if begins(optimizer) else ():
+            new = [p for p in group["params"] if p.grad is not None and p not in later and not table.get(p)]
+            begin(optimizer, {**group, "params": new})
+            for entry in map(table.__getitem__, new):
+                for key in [key for key, value in entry.items() if self._is_count(optimizer, key, value)]:
+                    self._widen(entry, key, group)
+
+    def end(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Leave the scalars of these in their original dtype."""
+        for entry in entries:
+            entry.update({k: self.scalars[id(v)].as_it_was for k, v in entry.items() if id(v) in self.scalars})
+
+    def _is_count(self, optimizer: Optimizer, key: str, value: Any) -> bool:
+        fused = any(group.get("fused") for group in optimizer.param_groups)
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+        return is_of_torch(optimizer) and key in _COUNTS and not fused and is_scalar and value.dtype != torch.float64
+
+    def _widen(self, entry: dict[str, Any], key: str, group: dict[str, Any]) -> None:
+        narrow, entry[key] = entry[key], entry[key].double()
+        self.scalars[id(entry[key])] = _Scalar(entry[key], narrow.dtype, key, entry, group)
 
     def instead(self, func: Any, args: Sequence[Any]) -> Any:
         """Run a call that would round otherwise than eager does; NotImplemented for all other calls."""

@@ -353,20 +353,29 @@ def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], d
         return None
     with _torch.outside_of_trace():
         plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in group.items()}
-    init = getattr(optimizer, "_init_group", None)
-    if init is None or isinstance(optimizer, torch.optim.SGD):
+    if not begins(optimizer):
         momentum = isinstance(optimizer, torch.optim.SGD) and plain["momentum"] != 0 and plain["dampening"] == 0
         if momentum:
             optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param, requires_grad=False).detach()
         return {} if momentum else None
     options = _ReadOptions({**plain, **implementation(optimizer, group, device), "params": [param]})
-    lists = [list[Any]() for _ in inspect.signature(init).parameters][1:]
     before, param.grad = param.grad, param.detach()
     try:
-        init(options, *lists)
+        begin(optimizer, options)
     finally:
         param.grad = before
     return {key: plain[key] for key in options.read - {"params"}}
+
+
+def begins(optimizer: Optimizer) -> bool:
+    """Return whether `begin` creates the state of an optimizer. SGD's is a first gradient."""
+    return is_of_torch(optimizer) and hasattr(optimizer, "_init_group") and not isinstance(optimizer, torch.optim.SGD)
+
+
+def begin(optimizer: Optimizer, options: dict[str, Any]) -> None:
+    """Create the state that an optimizer of torch.optim begins with, of the parameters in a group's options."""
+    init: Callable[..., Any] = cast(Any, optimizer)._init_group
+    init(options, *(list[Any]() for _ in [*inspect.signature(init).parameters][1:]))
 
 
 class SeenState(defaultdict[Any, dict[Any, Any]]):
@@ -374,9 +383,14 @@ class SeenState(defaultdict[Any, dict[Any, Any]]):
     makes it: the user's code does not see it before, and `asked` are the parameters for which it might have.
     """
 
-    def __init__(self, *of: Any) -> None:
-        super().__init__(*of)
-        self.later, self.asked = dict[Any, dict[Any, Any]](), set[Any]()
+    later: dict[Any, dict[Any, Any]]
+    asked: set[Any]
+
+    def __new__(cls, *of: Any) -> SeenState:
+        """Make one; a step may give a copy away, for which `__init__` does not run."""
+        table = super().__new__(cls)
+        table.later, table.asked = dict[Any, dict[Any, Any]](), set[Any]()
+        return table
 
     def make(self, param: Any) -> None:
         """Make the state of a parameter, if it has none."""
@@ -403,6 +417,8 @@ def _seen(name: str) -> Callable[..., Any]:
 _NO_USES = {"__class_getitem__", "__doc__", "__getattribute__", "__hash__", "__init__", "__new__", "default_factory"}
 for _name in {*vars(dict), *vars(defaultdict)} - {*_NO_USES, "__missing__", "fromkeys"}:
     setattr(SeenState, _name, _seen(_name))
+for _name in ("__name__", "__qualname__", "__module__"):  # a step may print it
+    setattr(SeenState, _name, getattr(defaultdict, _name))
 
 
 @contextlib.contextmanager

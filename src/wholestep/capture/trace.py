@@ -231,6 +231,7 @@ class Traced:
             self.watch.extra += self.branches.values
             tables = zip(state.optimizers.values(), self.tables, strict=True)
             self.unmade = tuple((optimizer, param) for optimizer, table in tables for param in table.asked)
+            self.counts.end(entry for optimizer in state.optimizers.values() for entry in optimizer.state.values())
             finals = self._new_values(fakes)
             self.results = call.structure
             self.result_leaves = [TensorLeaf if isinstance(v, torch.Tensor) else v for v in leaves]
@@ -327,6 +328,7 @@ class Traced:
                 "pass it to the step, or to wholestep.compile as optimizer=",
             )
         self.updates = True
+        self.counts.begin(optimizer)
 
     def _new_values(self, fakes: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the value of each input after the step. One of another shape or dtype is assigned by each call: the
@@ -374,8 +376,6 @@ class Traced:
         if isinstance(now, torch.Tensor):
             if any(isinstance(size, torch.SymInt) for size in now.shape):
                 raise SizesFixedError(f"the step keeps a size of the batch in {source.name!r}", _made_at(now))
-            if source.name in self.counts.names:
-                return now.to(was.dtype)
             if same_kind(now, was):
                 return now
         for place in places:
