@@ -118,6 +118,21 @@ def test_a_failed_capture_changes_nothing():
     plain(model, optimizer, torch.randn(3, 4))  # eager mode still works
 
 
+def test_attention_that_cannot_be_captured_has_another_form() -> None:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    def attends(model: torch.nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -> torch.Tensor:
+        x = model(x)[None, None]
+        return flex_attention(x, x, x).square().mean()  # type: ignore[union-attr]
+
+    model, optimizer = make()
+    with pytest.raises(ws.CaptureError) as caught:
+        ws.compile(attends)(model, optimizer, torch.randn(3, 4))
+    *_, where, _, cure = text(caught).splitlines()
+    assert where.startswith("  at: <here>  return flex_attention(x, x, x)")
+    assert cure.startswith("  next: use scaled_dot_product_attention with a mask, as ids[:, None, :, None] == ")
+
+
 def test_an_error_of_the_users_own_names_the_line_and_keeps_its_cause():
     model, optimizer = make()
     with pytest.raises(ws.CaptureError) as caught:

@@ -56,3 +56,20 @@ def test_the_operation_is_named() -> None:
     assert (op, share) == ("aten.sort", work.share)
     assert line.endswith("return self.last(torch.sort(self.first(x), 0)[0])")
     assert f"every rank of dp repeats 33% of the products\n    33% since aten.sort at {line}" == str(work)
+
+
+class Packs(torch.nn.Linear):
+    """Attention of a kernel for packed rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = super().forward(x).flatten(0, 1).unflatten(-1, (2, -1)).chunk(3, -1)
+        ends = torch.arange(0, 13, 6, dtype=torch.int32)
+        return torch.ops.aten._flash_attention_forward(q, k, v, ends, ends, 6, 6, 0.0, True, False)[0]
+
+
+def test_what_is_shared_out_in_place_of_packed_attention_is_said() -> None:
+    model = Packs(4, 48)
+    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(2, 6, 4))
+    (work,) = ws.plan(graph, "cp=2", ws.ContextParallel()).repeated
+    assert {op for op, *_ in work.causes} == {"aten._flash_attention_forward", "aten._flash_attention_backward"}
+    assert str(work).count("; use scaled_dot_product_attention with a mask, as ids[:, None, :, None] == ") == 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import traceback
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -15,7 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from .. import _torch
 from ..errors import CaptureError, WholestepError, first_line
 from ..graph.graph import Input, Role
-from ..graph.meta import last_user_frame, meta_of, show_line, source_line
+from ..graph.meta import meta_of, show_line, source_line, user_frame_of
+from ..graph.op_kinds import PACKED_CURE
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.origin import is_installed, is_own_code, is_user_file, own_modules
 from ..graph.sizes_in_graph import without_size_nodes
@@ -76,7 +77,7 @@ def trace_step(request: Request) -> Traced:
         if isinstance(error, CaptureError):
             error.branches = run.branches.expected
         returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
-        error.where = error.where or run.watch.found_at or ("" if returned else _user_frame(error))
+        error.where = error.where or run.watch.found_at or ("" if returned else user_frame_of(error))
         raise
     except Exception as error:
         explained = _explain(error)
@@ -573,10 +574,6 @@ def _is_called_by_user() -> bool:
     return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
-def _user_frame(error: BaseException) -> str:
-    return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
-
-
 def _reads_value(text: str, next_step: str, where: str = "") -> CaptureError:
     error = CaptureError(text, ONE_GRAPH, next_step, where)
     error.reads_value = True
@@ -585,7 +582,7 @@ def _reads_value(text: str, next_step: str, where: str = "") -> CaptureError:
 
 def _explain(error: Exception) -> CaptureError:
     """Return a CaptureError for an error of torch's tracer or of the user's code."""
-    where = _user_frame(error)
+    where = user_frame_of(error)
     if asked := asked_number(error, where):
         return asked
     if isinstance(error, _torch.DATA_DEPENDENT):
@@ -594,9 +591,10 @@ def _explain(error: Exception) -> CaptureError:
             "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,
         )
+    next_step = "run it uncompiled once; if that works, this operation cannot be traced: keep it outside the step"
     return CaptureError(
         f"the step failed while it was being captured: {type(error).__name__}: {error}",
         "a step that runs uncompiled on one device",
-        "run it uncompiled once; if that works, this operation cannot be traced: keep it outside the step",
+        f"use {PACKED_CURE}" if re.search(r"flex_attention\(|nested_tensor", where) else next_step,
         where,
     )

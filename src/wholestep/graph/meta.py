@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import operator
 import re
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -280,6 +281,11 @@ def last_user_frame(stack: str) -> str:
     frames = [f for f in _FRAME.finditer(stack) if is_user_file(f["file"])]
     frame = frames[-1] if frames else None
     return f"{frame['file']}:{frame['line']}  {frame['code'].strip()}" if frame else ""
+
+
+def user_frame_of(error: BaseException) -> str:
+    """Return the innermost frame of the traceback of `error` that is the user's, as `file:line  code`, or ""."""
+    return last_user_frame("".join(traceback.format_tb(error.__traceback__)))
 
 
 def set_tensors(node: Node, metas: Iterable[TensorMeta | None]) -> None:

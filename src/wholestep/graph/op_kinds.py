@@ -144,6 +144,8 @@ _ATTENTION_BACKWARD = frozenset({
     "_scaled_dot_product_flash_attention_backward", "_scaled_dot_product_flash_attention_for_cpu_backward",
     "_scaled_dot_product_fused_attention_overrideable_backward",
 })  # fmt: skip
+PACKED_CURE = "scaled_dot_product_attention with a mask, as ids[:, None, :, None] == ids[:, None, None, :] of documents"
+"""What is exact, and shared out by tokens, in place of kernels of packed sequences."""
 _CONVOLUTION = frozenset({
     "_convolution", "_convolution_mode", "_mps_convolution", "_mps_convolution_transpose",
     "_nnpack_spatial_convolution", "convolution", "convolution_overrideable", "cudnn_convolution",

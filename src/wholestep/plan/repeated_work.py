@@ -12,11 +12,13 @@ from ..cost.compute import flops
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import operands
+from ..graph.op_kinds import PACKED_CURE
 from ..graph.text import op_name
 from ..layout import Layout
 from .decision import Decision
 
 _SHOWN = 2  # causes of an axis
+_PACKED = ("._flash_attention_forward", "._flash_attention_backward", "._efficient_attention_forward")
 
 
 @dataclass(frozen=True)
@@ -31,9 +33,14 @@ class RepeatedWork:
 
     def __str__(self) -> str:
         """`every rank of dp repeats 59% of the products`, and a line for each of the largest causes."""
-        causes = [f"{share:.0%} since {op} at {line}" for op, line, share in self.causes[:_SHOWN]]
+        causes = [f"{share:.0%} since {op} at {line}{_cure(op)}" for op, line, share in self.causes[:_SHOWN]]
         causes += [f"{len(self.causes) - _SHOWN} more causes"] if len(self.causes) > _SHOWN else []
         return "\n    ".join([f"every rank of {self.axis} repeats {self.share:.0%} of the products", *causes])
+
+
+def _cure(op: str) -> str:
+    """What is shared out in place of an op of packed sequences."""
+    return f"; use {PACKED_CURE}" if op.endswith(_PACKED) or "varlen" in op else ""
 
 
 def repeated_work(
