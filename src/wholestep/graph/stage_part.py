@@ -37,8 +37,7 @@ class StageBlock:
     Placeholders of `body` are the values `takes`, its outputs are the values `gives`. `level` counts the sends on the
     longest way to it. `is_backward`: most of its nodes are of the backward. `is_filler`: no other stage waits for it.
     `receives`, `sends`: the messages that it reads, and of what it gives. `us`: microseconds that it takes.
-    `holds_bytes`: of what it leaves to later blocks of its piece; `frees_bytes`: of what earlier ones have left, and it
-    reads last; `work_bytes`: the most that it adds to what is there when it begins. `scheduled`: what passes make of
+    `work_bytes`: the most that it adds to what is there when it begins. `scheduled`: what passes make of
     its body, and for what, where that is known before it runs.
     """
 
@@ -52,9 +51,7 @@ class StageBlock:
     receives: tuple[Message, ...] = ()
     sends: tuple[Message, ...] = ()
     us: float = 0.0
-    holds_bytes: int = 0
     work_bytes: int = 0
-    frees_bytes: int = 0
     scheduled: tuple[object, Graph] | None = None
 
     @property

@@ -140,9 +140,8 @@ def in_order_of(
     return None
 
 
-def _priced(block: StageBlock, other: StageBlock | BlockCost) -> StageBlock:
-    memory = {"holds_bytes": other.holds_bytes, "work_bytes": other.work_bytes, "frees_bytes": other.frees_bytes}
-    return replace(block, us=other.us, **memory)
+def _priced(block: StageBlock, other: BlockCost) -> StageBlock:
+    return replace(block, us=other.us, work_bytes=other.work_bytes)
 
 
 def _refuse_exchanges(loop: Loop, axis: str) -> None:

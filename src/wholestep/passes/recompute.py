@@ -31,7 +31,6 @@ class Recompute:
     Args:
         budget_bytes: bound on the peak of a rank.
         hardware: prices ops and collectives.
-        compute: values that depend on the batch may be recomputed.
         gathers: gathered parameters may be re-gathered instead of kept.
 
     Example:
@@ -43,14 +42,13 @@ class Recompute:
 
     budget_bytes: int
     hardware: Hardware = field(default_factory=Hardware.default)
-    compute: bool = True
     gathers: bool = False
 
     must_precede: ClassVar[tuple[str, ...]] = ("TileRows", "OffloadSaved", "Reinplace")
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """The same step within the budget; `local` itself if that fits."""
-        saved = SavedValues(local, self.compute, self.gathers)
+        saved = SavedValues(local, self.gathers)
 
         def peak(names: tuple[str, ...]) -> PeakMemory:
             return in_place_peak(saved.applied(names, self.hardware))

@@ -49,14 +49,12 @@ class SavedTensors:
     """The values of `local` (a functional graph) with their positions among call nodes.
 
     A step alternates between forward and backward; each such phase is a segment. A value is saved if a later segment
-    than its own reads it. `compute` allows values that depend on the batch to be recomputed, `gathers` gathered
-    parameters to be re-gathered, `activations` what is gathered of values that depend on the batch, or exchanged: all
-    ranks have to choose the same of these. `kept_ids`: ids of storages that may be read in later segments, whoever
-    reads them now.
+    than its own reads it. `gathers` allows gathered parameters to be re-gathered, `activations` what is gathered of
+    values that depend on the batch, or exchanged: all ranks have to choose the same of these. `kept_ids`: ids of
+    storages that may be read in later segments, whoever reads them now.
     """
 
     local: LocalGraph
-    compute: bool = True
     gathers: bool = True
     activations: bool = False
     position: dict[Node, int] = field(default_factory=dict[Node, int])
@@ -180,7 +178,7 @@ class SavedTensors:
             varies = node in self.batch_dependent
             moves = node.target is GATHER or (varies and collective_kind(node.target) == "all_to_all")
             return moves and (self.activations if varies else self.gathers) and node.args[-1] != self.local.stage_axis
-        if node.op != "call_function" or (node in self.batch_dependent and not self.compute):
+        if node.op != "call_function":
             return False
         if not _torch.is_op(node.target):
             return node.target in _PURE or node.target in IN_PLACE_OF

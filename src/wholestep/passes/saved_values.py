@@ -29,13 +29,12 @@ from .saved_tensors import SavedTensors
 class SavedValues:
     """The values of a program that can be rematerialized: its own, or, where it has loops, those of each body.
 
-    Names of values of a body begin with that of its loop. `compute`, `gathers`, `activations`: as in `SavedTensors`;
+    Names of values of a body begin with that of its loop. `gathers`, `activations`: as in `SavedTensors`;
     parameters that are gathered in a body stay. `stage`: of the program of all stages, the one whose values are asked
     for.
     """
 
     local: LocalGraph
-    compute: bool = True
     gathers: bool = True
     stage: int | None = None
     activations: bool = False
@@ -49,10 +48,10 @@ class SavedValues:
     def places(self) -> dict[str, SavedTensors]:
         """What is saved, by the name of the loop; "" for the program itself."""
         if not self.loops:
-            return {"": SavedTensors(self.local, self.compute, self.gathers, self.activations)}
+            return {"": SavedTensors(self.local, self.gathers, self.activations)}
         varying, again = batch_dependent(self.local), self.activations
         return {
-            node.name: SavedTensors(of_piece(self.local, node, varying, loop.body), self.compute, False, again)
+            node.name: SavedTensors(of_piece(self.local, node, varying, loop.body), False, again)
             for node in self.local.graph.nodes if (loop := self.loops.get(node.name))
         }  # fmt: skip
 

@@ -23,12 +23,13 @@ from ..mesh import Mesh
 from ..rules.find_rule import find_rule
 from ..rules.rule import Group
 from .attention_windows import mask_of, near_tokens, reach_of
-from .data_parallel import BatchDim, batch_dim, stored
+from .data_parallel import BatchDim, stored
 from .decision import Decision
 from .op_strategies import NEAR, RING, ring
 from .propagation_inputs import moving
 from .storage_styles import style_named
-from .strategy import BatchCut, Pins, Resting, States
+from .strategy import Pins, Resting, States
+from .tensor_parallel import OneAxis
 
 _QUERIES, _HEADS = "q", "g"
 """Factors in the rules of fused attention; a head of keys has a group of heads of queries."""
@@ -38,7 +39,7 @@ _Ways = dict[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
-class ContextParallel:
+class ContextParallel(OneAxis):
     """Ranks of one axis share the tokens of each sequence, contiguous pieces of any length, and compute what one device
     computes. Positions, labels, masks and the loss follow by propagation; in attention tokens meet.
 
@@ -65,25 +66,10 @@ class ContextParallel:
 
     axis: str = "cp"
     method: Literal["auto", "gather", "heads", "ring"] = "auto"
-    input_dim: BatchDim = 1
+    input_dim: BatchDim = 1  # pyright: ignore[reportIncompatibleVariableOverride]  # frozen
     inputs: Literal["global", "local"] = "global"
     style: str | None = None
     balance: bool | None = None
-
-    def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """Its axis. Raises MeshError if the mesh has none of this name."""
-        mesh.axis_size(self.axis)
-        return (self.axis,)
-
-    @property
-    def shares_batches(self) -> bool:
-        """Ranks have parts of one batch."""
-        return True
-
-    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """The dim that counts tokens."""
-        dim = batch_dim(self.input_dim, name, ndim)
-        return None if dim is None else BatchCut(dim, (self.axis,))
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Where each parameter and its optimizer state rest. Raises PlanError if no tensor of the batch has tokens."""

@@ -13,16 +13,15 @@ from ..graph.graph import Input, Role, TrainGraph
 from ..layout import Layout, owned_by
 from ..mesh import Mesh
 from ..tuning import TUNING
-from .decision import Decision
 from .owned_updates import owners_of_nodes
 from .storage_styles import STYLES, StorageStyle, Store, style_named
-from .strategy import BatchCut, Pins, Resting
+from .strategy import BatchCut, Pins, Resting, Strategy
 
 BatchDim = int | Mapping[str, int | None]
 
 
 @dataclass(frozen=True)
-class DataParallel:
+class DataParallel(Strategy):
     """Batches are cut over ranks. `per_rank`: each rank runs the step on its own, gradients are averaged, as under DDP
     and FSDP. `global`: the step computes what one device computes on the whole batch.
 
@@ -157,9 +156,6 @@ class DataParallel:
             text, needed = f"owners= with style {self.kind.name!r} and MicroBatches", "gradients that are reduced once"
             raise PlanError(text, needed, 'give "zero1"')
         return several[0]
-
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised."""
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import PlanError
-from ..graph.graph import TrainGraph
 from ..mesh import TIME, Mesh
 from .data_parallel import BatchDim, batch_dim
-from .decision import Decision
-from .strategy import BatchCut, Pins, Resting
+from .strategy import BatchCut, Strategy
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class MicroBatches(Strategy):
     """Each rank goes through its batch in `pieces` micro-batches, and computes what it would on all of it at once.
 
     What depends on samples (activations) exists for one micro-batch at a time, what is summed over samples (gradients,
@@ -47,26 +44,10 @@ class MicroBatches:
         """The axis `time`, in the mesh of a plan."""
         return (TIME,) if TIME in mesh.names else ()
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
-        """As they are: every micro-batch reads the same parameters."""
-        return dict(before)
-
-    def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
-        """None: activations stay where the batch puts them."""
-        return Pins()
-
-    @property
-    def shares_batches(self) -> bool:
-        """False: no other rank has the other micro-batches."""
-        return False
-
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
         """The dim that counts samples."""
         dim = batch_dim(self.input_batch_dim, name, ndim) if TIME in mesh.names else None
         return None if dim is None else BatchCut(dim, (TIME,))
-
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised."""
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

@@ -18,11 +18,10 @@ from ..graph.graph import Role, TrainGraph
 from ..hardware.hardware import Hardware
 from ..layout import owned_by
 from ..mesh import Mesh
-from .decision import Decision
 from .module_map import Modules
 from .propagation_inputs import moving
 from .stage_of_node import first_readers, forward_nodes, stages_of_nodes
-from .strategy import BatchCut, Pins, Resting
+from .strategy import Pins, Resting, Strategy
 
 Order = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble"]
 """How blocks of stages and micro-batches are ordered; see `Pipeline`."""
@@ -31,7 +30,7 @@ Placement = Literal["loop", "v"]
 
 
 @dataclass(frozen=True)
-class Pipeline:
+class Pipeline(Strategy):
     """Cuts the step into stages along `axis`: each rank has the parameters and the optimizer state of its stage, and
     runs what belongs to them. The numbers are those of one device.
 
@@ -163,18 +162,6 @@ class Pipeline:
         rank_of = partial(self.rank_of, ranks=ranks)
         at = stages_of_nodes(graph, self.of_params(), rank_of)
         return Pins(owners={name: {self.axis: owned_by(rank_of(stage))} for name, stage in at.items()})
-
-    @property
-    def shares_batches(self) -> bool:
-        """False: all stages are given the same batch."""
-        return False
-
-    def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
-        """None: all stages are given the same batch."""
-        return None
-
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised."""
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 from ..graph.graph import TrainGraph
 from ..layout import AxisState, Layout
 from ..mesh import Mesh
+from .decision import Decision
 
 if TYPE_CHECKING:
-    from .decision import Decision
     from .plan import Plan
 
 States = Mapping[str, AxisState]
@@ -53,7 +53,9 @@ class Resting:
 
 @runtime_checkable
 class Strategy(Protocol):
-    """Uses some axes of a mesh. Strategies compose: each refines the layouts of the strategies before it."""
+    """Uses some axes of a mesh. Strategies compose: each refines the layouts of the strategies before it. What a class
+    of this one does not say stays as it is: parameters, activations, the batch.
+    """
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes it uses on `mesh`. Raises MeshError or PlanError if it does not fit."""
@@ -61,24 +63,23 @@ class Strategy(Protocol):
 
     def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
         """Storage layouts of each parameter; `before` is those of the strategies before, at first replicated."""
-        ...
+        return dict(before)
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Results and operands whose layout it fixes along its axes."""
-        ...
+        return Pins()
 
     @property
     def shares_batches(self) -> bool:
         """True if ranks may get parts of one batch (`batch_cut`)."""
-        ...
+        return False
 
     def batch_cut(self, mesh: Mesh, name: str, ndim: int) -> BatchCut | None:
         """How its axes shard the batch tensor `name`; None where all ranks have the same one, or each another."""
-        ...
+        return None
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Raise PlanError if the completed plan breaks a promise of the strategy."""
-        ...
 
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""

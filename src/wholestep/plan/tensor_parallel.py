@@ -27,14 +27,14 @@ from .module_map import Modules
 from .module_styles import NAMES, ModuleStyle, Wanted, style_of
 from .narrow_casts import reads_after_casts
 from .propagation_inputs import moving
-from .strategy import BatchCut, Pins, Resting
+from .strategy import BatchCut, Pins, Resting, Strategy
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 _VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 
-class OneAxis:
+class OneAxis(Strategy):
     """Uses one axis, which shards `input_dim` of the batch where that is given."""
 
     axis: str
@@ -61,9 +61,6 @@ class OneAxis:
         """The dim `input_dim`."""
         dim = None if self.input_dim is None else batch_dim(self.input_dim, name, ndim)
         return None if dim is None else BatchCut(dim, (self.axis,))
-
-    def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Nothing more is promised."""
 
 
 @dataclass(frozen=True)
