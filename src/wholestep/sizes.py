@@ -124,7 +124,8 @@ def _comparison(symbol: str, apply: Callable[[float, float], bool]) -> Any:
     def run(self: SizeInt, other: object) -> bool:
         if not isinstance(other, (int, float)):
             return NotImplemented
-        if type(other) is int and counted_in(self) and (answer := for_several(apply, other)) is not None:
+        is_size = type(other) is int and counted_in(self) and "%" not in self.text
+        if is_size and (answer := for_several(apply, int(other))) is not None:
             return answer
         outcome = apply(int(self), other if isinstance(other, float) else int(other))
         if _text(other) != self.text:
@@ -136,7 +137,7 @@ def _comparison(symbol: str, apply: Callable[[float, float], bool]) -> Any:
 
 def for_several(compare: Callable[[int, int], Any], limit: int) -> bool | None:
     """What a comparison of a size with a number is for all sizes but 0 and 1, if that is the same: no dim of rows that
-    a step counts is cut, so that few rows need nothing else than several.
+    a step counts is cut, so that few rows need nothing else than several. A remainder is no size.
     """
     answers = {bool(compare(n, limit)) for n in (2, max(2, limit), max(2, limit) + 1)}
     return answers.pop() if len(answers) == 1 else None

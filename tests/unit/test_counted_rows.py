@@ -504,8 +504,12 @@ def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
             lambda m, h: m.out(h)[h[:, 0] > 0].quantile(0.5),
             "the step counts rows while it runs, and writes in place: aten.squeeze_.dim",
         ),
+        (
+            lambda m, h: m.out(h)[h[:, 0] > 0].tensor_split(2)[0].sum(),
+            "the step counts rows while it runs and the program needs ((u0 % 2) > 0) of their number",
+        ),
     ],
-    ids=["iterated", "other places", "squeezed", "arange", "written in place"],
+    ids=["iterated", "other places", "squeezed", "arange", "written in place", "remainder"],
 )
 def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor], line: str) -> None:
     text = refused(body)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import wholestep as ws
 from tests.steps import mean_square as train_step
@@ -52,6 +53,54 @@ def test_a_call_with_a_wrong_index_has_not_happened() -> None:
             step(model, optimizer, rows(call))
         found.append(state_of(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def positive(h: Tensor, good: Tensor) -> Tensor:
+    """A matrix that is positive if the numbers are good."""
+    return torch.where(good, h.t() @ h + torch.eye(4), 0.0)
+
+
+REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "class": lambda h, i: h * F.one_hot(i, 4),
+    "class that is computed": lambda h, i: h * F.one_hot(i + h.detach()[:, 0].mul(0).long(), 4),
+    "not positive": lambda h, i: torch.linalg.cholesky(positive(h, (i < 4).all())),
+    "singular": lambda h, i: torch.linalg.inv(positive(h, (i < 4).all())),
+    "no solution": lambda h, i: torch.linalg.solve(positive(h, (i < 4).all()), h.t()),
+    "no factors": lambda h, i: torch.linalg.lu_factor(positive(h, (i < 4).all())).LU,
+}
+
+
+@pytest.mark.parametrize("body", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_values_that_eager_refuses_are_refused(body: Callable[[Tensor, Tensor], Tensor], pieces: int) -> None:
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, i: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        for rows, numbers in zip(x.chunk(pieces), i.chunk(pieces), strict=True):
+            part = body(model(rows), numbers).square().sum()
+            part.backward()
+            loss = loss + part.detach()
+        optimizer.step()
+        return loss
+
+    state: list[list[Tensor]] = []
+    for compiled in (True, False):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4).double()
+        optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+        step = ws.compile(train) if compiled else train
+        for call in range(4):
+            x, i = torch.randn(12, 4, dtype=torch.float64), torch.randint(4, (12,))
+            if call in (0, 2):
+                before = state_of(model, optimizer)
+                with pytest.raises((RuntimeError, IndexError)):
+                    step(model, optimizer, x, torch.where(torch.arange(12) == 9, 4, i))
+                assert not compiled or all(map(torch.equal, state_of(model, optimizer), before))
+            else:
+                step(model, optimizer, x, i)
+        state.append([p.detach() for p in model.parameters()])
+    for ours, plain in zip(*state, strict=True):
+        torch.testing.assert_close(ours, plain, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Rprop, torch.optim.ASGD, torch.optim.AdamW])

@@ -292,7 +292,7 @@ class Symbols:
         if text in self._given:
             return True
         size, limit = expression.args
-        answer = for_several(expression.func, limit) if limit.is_Integer else None
+        answer = None if "%" in text or not limit.is_Integer else for_several(expression.func, limit)
         if answer is not None and statically_known_true(self.env.create_symboolnode(size >= 0)):
             return answer
         outcome = bool(evaluate(text, self.record.hints))

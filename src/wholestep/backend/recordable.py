@@ -107,6 +107,8 @@ def _unfit_call(node: Node, kind: str, library: str, constants: set[Node], numbe
     """Constants of no dim that are elsewhere are part of what is launched; numbers are computed where they came to."""
     if node.target in COUNTS_ROWS:
         return "counts rows, which the host reads"
+    if node.kwargs.get("check_errors"):
+        return "raises for some matrices, which the host reads"
     if node.target in HOST_COPIES:
         return "moves between host and device"
     if region_of(node):

@@ -37,6 +37,7 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     """Return the functional graph of a trace; refuse changes of tensors that are neither state nor argument."""
     _refuse_mutated_constants(traced.module)
     refuse_collectives(traced.module)
+    _check_matrices(traced.module.graph)
     module = functionalize(traced.module, traced.stand_ins.fakes, traced.stand_ins.symbols)
     graph = module.graph
     count_from_tensors(graph)
@@ -59,6 +60,14 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)
     return result
+
+
+def _check_matrices(graph: Graph) -> None:
+    """Let a decomposition itself raise where torch does after it: for a matrix that is singular, or not positive."""
+    for check in graph.find_nodes(op="call_function", target=aten._linalg_check_errors.default):
+        decomposed = node_at(node_at(check, 0), 0)
+        decomposed.kwargs = {**decomposed.kwargs, "check_errors": True}
+        graph.erase_node(check)
 
 
 def changed_constants(module: GraphModule) -> list[torch.Tensor]:

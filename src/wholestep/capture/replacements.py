@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
+from torch.fx import Node
 from torch.nn import functional as F
 
 from .. import _torch
 from ..errors import CaptureError
+from ..graph import meta
 from ..graph.ops import CTC_LOSS
 from ..graph.origin import warn_once
 from .stand_ins import Unread
@@ -176,11 +179,46 @@ def _dense(original: Any, value_of: Known, *args: Any, **kwargs: Any) -> Any:
     return original(**{**arguments, "sparse": False})
 
 
+def _one_hot(original: Any, value_of: Known, input: Tensor, num_classes: int = -1) -> Tensor:
+    """`one_hot` by a lookup, whose kernels refuse what is no class, as the original does."""
+    out = original(input, num_classes)
+    if _torch.inside_transform() or _is_place_below(input, out.shape[-1]):
+        return out
+    classes: Tensor = cast(Any, torch).arange(out.shape[-1], device=input.device)
+    return (F.embedding(input, classes.unsqueeze(1)) == classes).long()
+
+
+def _is_place_below(index: Tensor, size: int) -> bool:
+    """Whether these are places in a dim of at most so many elements, by what computed them."""
+    traced, pick = _torch.traced_node(index), None
+    node = traced[0] if traced is not None else None
+    while node is not None and node.target in _REARRANGED:
+        node, pick = cast(Node, node.args[0]), node.args[1] if node.target is operator.getitem else pick
+    first = _FINDS_PLACES.get(node.target) if node is not None else None
+    if node is None or first is None or pick not in (None, 1):
+        return False
+    shape = meta.value(node.all_input_nodes[0]).shape
+    dim: Any = node.kwargs.get("dim", node.args[first] if len(node.args) > first else None)
+    dim = -1 if dim is None and pick == 1 else dim
+    return bool(shape) and (math.prod(shape) if dim is None else shape[dim]) <= size
+
+
 def _deep_copy(original: Any, value_of: Known, input: Tensor, memo: dict[int, Any]) -> Tensor:
     """The copy that `copy.deepcopy` makes of a tensor, which torch makes of its storage."""
     traced = _torch.is_fake(input) and input.is_leaf and input.grad is None
     return input.detach().clone().requires_grad_(input.requires_grad) if traced else original(input, memo)
 
+
+_REARRANGED = (
+    operator.getitem, aten.detach.default, aten.alias.default, aten.clone.default, aten._to_copy.default,
+    aten.view.default, aten._unsafe_view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.slice.Tensor,
+    aten.select.int, aten.permute.default, aten.transpose.int, aten.t.default, aten.expand.default,
+)  # fmt: skip
+_FINDS_PLACES: dict[Any, int] = {
+    aten.topk.default: 2, aten.sort.default: 1, aten.sort.stable: 9, aten.argmax.default: 1, aten.argmin.default: 1,
+    aten.max.dim: 1, aten.min.dim: 1,
+}  # fmt: skip
+"""Ops that find places in a dim, with the position of that argument."""
 
 _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the original reads
     torch.cov: _cov, Tensor.cov: _cov,  # signs of weights, whether the normalisation is positive
@@ -192,6 +230,7 @@ _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the origin
     torch.repeat_interleave: _repeat_interleave, Tensor.repeat_interleave: _repeat_interleave,  # the number of repeats
     Tensor.__deepcopy__: _deep_copy,  # the bytes
     F.gaussian_nll_loss: _gaussian_nll_loss,  # the sign of the variance
+    F.one_hot: _one_hot,  # whether all are classes
     F.embedding: _dense, F.embedding_bag: _dense,  # which rows the batch names
 }  # fmt: skip
 
