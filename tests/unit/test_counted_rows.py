@@ -309,12 +309,35 @@ def numbered_experts(m: Picks, h: Tensor) -> Tensor:
     return m.out(y).square().mean() / number
 
 
+def counted_behind_the_loop(m: Picks, h: Tensor) -> Tensor:
+    """The mask is changed in place; the number of those that are chosen is read, and not which."""
+    weights, mask, _ = chosen(m, h)
+    idle = mask.sum((-1, -2)) == 0
+    hit, y = idle.logical_not_().nonzero(), torch.zeros_like(h)
+    for (expert,) in hit:
+        place, token = torch.where(mask[expert])
+        y.index_add_(0, token, F.linear(h[token], m.stacked[expert]) * weights[token, place, None])
+    return m.out(y * len(hit)).square().mean() / hit.shape[0]
+
+
 QUESTIONS = [
-    cut_beyond, eager_experts, experts_by_name, numbered_experts,
+    counted_behind_the_loop, cut_beyond, eager_experts, experts_by_name, numbered_experts,
     mixtral_of_old, deepseek, returned_early, more_of_one, moe_infer, equal_numbers, dead_codes, last_row, all_or_none,
 ]  # fmt: skip
+
+
+def attends(m: Picks, h: Tensor) -> Tensor:
+    """Kernels of attention on a CPU divide by the number of rows."""
+    rows = m.out(h)[h[:, 0] > 0].unflatten(1, (2, -1)).transpose(0, 1)[None]
+    seen = torch.ones(10, dtype=torch.bool)[None] & (rows[0, 0, :, :1] > -9)
+    plain = F.scaled_dot_product_attention(rows, rows, rows, is_causal=True)
+    keys = m.into(h).view(1, 10, 2, 4).transpose(1, 2)
+    return plain.square().sum() + F.scaled_dot_product_attention(rows, keys, keys, seen).square().sum()
+
+
 PROGRAMS = [
-    litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct, none_at_all,
+    attends, litgpt, mixtral, switch, detection, means, assigned, joined, made_of_number, of_each_other, distinct,
+    none_at_all,
     divided, as_many_of_two, picked_twice, not_suppressed,
     split_by_counts, cut_at_offsets, cut_in_two, slices,
 ]  # fmt: skip
@@ -428,6 +451,23 @@ def test_beside_other_options_and_sizes(options: dict[str, Any]) -> None:
     step = same_as_eager(train, made(detection), calls, **options)
     assert len(step.programs) == 2
     assert any("the step counts rows" in str(why) for why in step.misses)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_batch_norm_of_no_rows(momentum: float | None) -> None:
+    """Its averages stay, as eagerly."""
+
+    def normed(m: Any, h: Tensor) -> Tensor:
+        rows = m.out(h)[h[:, 0] > 0]
+        rows = rows if len(rows) != 1 else rows.repeat(2, 1)
+        return (m.norm(rows) * rows.detach().cos()).sum()
+
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = made(normed)()
+        model.norm = nn.BatchNorm1d(D, momentum=momentum)
+        return model, torch.optim.SGD(model.parameters(), 1e-2)
+
+    same_as_eager(train, make, batches(), tolerance=1e-10)
 
 
 @pytest.mark.parametrize("body", [litgpt, made_of_number, last_row], ids=lambda body: body.__name__)

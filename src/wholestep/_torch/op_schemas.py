@@ -146,8 +146,11 @@ def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Set `node.name`, for which torch removes and re-adds the node in its table of ops, where names do not matter."""
+    """Set `node.name`, for which torch removes and re-adds the node in its table of ops, where names do not matter; no
+    node that is added later gets the same one.
+    """
     object.__setattr__(node, "name", name)
+    node.graph._graph_namespace._used_names.add(name)
 
 
 def is_getitem(target: object) -> bool:

@@ -21,6 +21,7 @@ from ..graph import meta
 from ..graph.ops import BEHIND, NUMBERS_OF, ROWS_OF
 from ..sizes import evaluate
 from .branches import MOST, Branches
+from .cuda_attention import of_counted_rows
 from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
 from .fake_inputs import Request
 from .sized_forms import COUNTED
@@ -156,7 +157,9 @@ class CountedPlaces:
         """Functions, by owner and name, and what runs in their place in a trace that counts."""
         if not self.request.counts:
             return []
-        return [*COUNTED, (torch, "cat", self._joined), (torch.Tensor, "__iter__", self.each)]
+        attended = (torch.nn.functional, "scaled_dot_product_attention", of_counted_rows)
+        own = (torch, "cat", self._joined), (torch.Tensor, "__iter__", self.each), (torch, "batch_norm", _normed)
+        return [*COUNTED, attended, *own]
 
     def ops(self) -> dict[Any, Callable[..., Any]]:
         """The same for ops."""
@@ -216,6 +219,27 @@ class CountedPlaces:
             if all(bool(evaluate(other, sizes)) is answer for other, answer in self.taken.items()):
                 return bool(evaluate(text, sizes))
         return bool(evaluate(text, hints))
+
+
+def _normed(
+    original: Any, input: torch.Tensor, weight: Any, bias: Any, mean: Any, var: Any, training: bool, momentum: float,
+    eps: float, cudnn: bool,
+) -> torch.Tensor:  # fmt: skip
+    """`batch_norm` of rows that are counted: kernels refuse none, or divide by their number."""
+    if not any(isinstance(size, torch.SymInt) for size in input.shape):
+        return original(input, weight, bias, mean, var, training, momentum, eps, cudnn)
+    dims, shape = [d for d in range(input.dim()) if d != 1], [1, -1, *[1] * (input.dim() - 2)]
+    wide = input.to(torch.promote_types(input.dtype, torch.float32))
+    center = (wide.mean(dims) if training else mean).view(shape)
+    apart = wide - center
+    spread = (apart.square().mean(dims) if training else var).view(shape)
+    if training and mean is not None:
+        rows = torch.ones_like(wide[:, :1]).sum()
+        for kept, now in ((mean, center), (var, spread * (rows / (rows - 1)))):
+            kept.copy_(torch.where(rows > 0, kept + momentum * (now.detach().view(-1) - kept), kept))
+    out = apart * (spread + eps).rsqrt()
+    out = out if weight is None else out * weight.view(shape)
+    return (out if bias is None else out + bias.view(shape)).to(input.dtype)
 
 
 def _most(node: Node, symbols: _torch.Symbols) -> int:

@@ -33,7 +33,7 @@ def attention(
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` of (batch, heads, queries, width) and (batch, heads, keys, width), twice."""
-    chosen = choice(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+    chosen = original and choice(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     if chosen == "flash":
         width = query.shape[-1]
         padded = [F.pad(x, (0, -width % _FLASH_UNIT)) if width % _FLASH_UNIT else x for x in (query, key, value)]
@@ -48,6 +48,14 @@ def attention(
         return aten._scaled_dot_product_efficient_attention(*operands, scale=scale)[0]
     operands = query, key, value, mask, dropout_p, is_causal, None
     return aten._scaled_dot_product_attention_math(*operands, scale=scale, enable_gqa=enable_gqa)[0]
+
+
+def of_counted_rows(original: Any, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Tensor:
+    """Attention of rows that a step counts is products: kernels for a CPU divide by the number of rows."""
+    counted = any(isinstance(n, torch.SymInt) for x in (query, key, value) for n in x.shape)
+    return (
+        attention(None, query, key, value, *rest, **named) if counted else original(query, key, value, *rest, **named)
+    )
 
 
 def choice(

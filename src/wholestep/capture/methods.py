@@ -135,7 +135,7 @@ def _batch_norm(original: Any, self: Any, input: Tensor) -> Tensor:
         return original(self, input)
     self._check_input_dim(input)
     self.num_batches_tracked.add_(1)
-    mean, var = torch.zeros_like(self.running_mean), torch.zeros_like(self.running_var)
+    mean, var = self.running_mean.clone(), self.running_var.clone()  # no rows leave them
     out = F.batch_norm(input, mean, var, self.weight, self.bias, True, 1.0, self.eps)
     weight = self.num_batches_tracked.double().reciprocal()
     with torch.no_grad():

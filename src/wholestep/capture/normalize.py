@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +14,7 @@ from ..graph import meta
 from ..graph.counted_rows import tie_numbers
 from ..graph.graph import Input, Output, Role, TrainGraph
 from ..graph.nodes import is_mutating, name_in_order, node_at, redirect, written
-from ..graph.op_kinds import CHEAP
+from ..graph.op_kinds import CHEAP, COUNTS_ROWS
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import with_plain_sizes
 from ..graph.verify import check_train_graph
@@ -50,16 +50,21 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _cast_gradients_early(graph)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
-    graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output"))
+    _drop_unread(graph, COUNTS_ROWS)  # whose number may be read, if not the rows
     inputs = _drop_unused(graph, inputs, outputs)
     if traced.stand_ins.symbols is not None:
         with_plain_sizes(graph, traced.stand_ins.symbols)
         tie_numbers(graph)
+        _drop_unread(graph)
     name_in_order(graph, [source.name for source in inputs])
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)
     return result
+
+
+def _drop_unread(graph: Graph, keep: Collection[object] = ()) -> None:
+    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.target in keep)
 
 
 def _check_matrices(graph: Graph) -> None:
