@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from tests.interpret import COMPUTE, as_traced, is_random
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.messages import RECEIVES, SENDS, complete, receive, send
@@ -27,6 +26,7 @@ from wholestep.graph.written_out import written_out
 from wholestep.mesh import TIME
 from wholestep.partition.stage_program import stage_program
 from wholestep.passes.base import Pass, run_passes
+from wholestep.proof.interpret import COMPUTE, as_traced, is_random
 
 PATIENCE_S = 60.0
 

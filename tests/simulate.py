@@ -6,17 +6,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
 
-from tests.interpret import run_all
 from tests.interpret_stages import run_stages
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.capture import Capture
 from wholestep.capture import state as held_state
-from wholestep.graph.graph import Input, LocalGraph, Role
+from wholestep.graph.graph import Input, LocalGraph, Role, TrainGraph
+from wholestep.graph.nodes import function_of
 from wholestep.layout import Layout, chunk_range
 from wholestep.mesh import Mesh
 from wholestep.passes.base import Pass
 from wholestep.plan.plan import Plan
+from wholestep.proof.interpret import as_traced, run_all
+
+
+def run_one(train: TrainGraph, inputs: Sequence[Tensor]) -> list[Any]:
+    """Run `train` and return its outputs in order."""
+    nodes = [n for n in train.graph.nodes if n.op == "placeholder"]
+    env: dict[Node, Any] = dict(zip(nodes, inputs, strict=True))
+    for node in train.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = as_traced(node, function_of(node)(*args, **kwargs))
+    return [env[n] if isinstance(n, Node) else n for _, n in train.results()]
 
 
 def index_of(shape: Sequence[int], layout: Layout, mesh: Mesh, rank: int) -> tuple[slice, ...]:

@@ -11,7 +11,7 @@ import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WARN_FILE, MAX_FILE = 400, 500
 WARN_FUNCTION, MAX_FUNCTION = 60, 80
 BUDGET = 66_692
+PROOF_BUDGET = 870  # of `ws.compare`, a room of its own beside the engine
 FORESIGHT_BUDGET = 2_538
 LONGEST_SHOWN = 10
 LAYOUT_TOKENS = {
@@ -95,16 +96,21 @@ def main() -> int:
     if options.folder is not None:
         return held(options.folder.resolve(), options.budget, options.brief)
     foresight = ROOT / "foresight" / "src" / "wholestep_foresight"
-    folders = {ROOT / "src" / "wholestep": options.budget, foresight: FORESIGHT_BUDGET}
-    return max([held(folder, budget, options.brief) for folder, budget in folders.items()])
+    engine = ROOT / "src" / "wholestep"
+    folders = {engine: options.budget, engine / "proof": PROOF_BUDGET, foresight: FORESIGHT_BUDGET}
+    return max([held(folder, budget, options.brief, {*folders}) for folder, budget in folders.items()])
 
 
-def held(folder: Path, budget: int, brief: bool) -> int:
-    """Print the table of a folder; 1 when something is over its limit."""
+def held(folder: Path, budget: int, brief: bool, apart: Collection[Path] = ()) -> int:
+    """Print the table of a folder, without those inside that have budgets of their own; 1 when something is over its
+    limit.
+    """
     files: list[Size] = []
     bodies: list[Size] = []
     lines = 0
     for path in sorted(folder.rglob("*.py")):
+        if any(other != folder and folder in other.parents and other in path.parents for other in apart):
+            continue
         source = path.read_text()
         lines += len(source.splitlines())
         size, inner = measure(source, path.relative_to(folder.parent).as_posix())

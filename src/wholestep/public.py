@@ -60,6 +60,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .planner.prediction import peak_memory, simulate, timeline
     from .planner.resolve import plan
     from .precision import Float8, MixedPrecision
+    from .proof.compare_values import Comparison, Parted, compare
     from .report.page import report
     from .rules.registry import rule
     from .rules.testing.check import CheckResult, check_rule
@@ -69,13 +70,13 @@ with collector_paused():  # modules are no garbage, and torch has many
 
 __all__ = [
     "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
-    "CheckResult", "Checkpoint", "CheckpointError", "CompiledStep", "ContextParallel", "DataParallel", "ExpertParallel",
-    "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
-    "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
-    "NonFiniteError", "OffloadSaved", "PadTo", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
+    "CheckResult", "Checkpoint", "CheckpointError", "Comparison", "CompiledStep", "ContextParallel", "DataParallel",
+    "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout", "LayoutError",
+    "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision", "NonFiniteError",
+    "OffloadSaved", "PadTo", "Parted", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
     "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
     "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",
-    "check_rule", "collectives", "compile", "ddp_backend", "default_passes", "export", "load", "partition",
+    "check_rule", "collectives", "compare", "compile", "ddp_backend", "default_passes", "export", "load", "partition",
     "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program", "timeline", "whole",
 ]  # fmt: skip
 

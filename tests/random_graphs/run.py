@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.interpret import run_all, run_one
 from tests.random_graphs.case import Case
 from tests.random_graphs.program import error
-from tests.simulate import cut, join
+from tests.simulate import cut, join, run_one
 from wholestep import partition
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.graph import meta
@@ -25,6 +24,7 @@ from wholestep.mesh import Mesh
 from wholestep.passes.base import run_passes
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.plan import Plan
+from wholestep.proof.interpret import run_all
 
 TOLERANCE, COARSE = 1e-9, 1e-4
 SUMMED_OTHERWISE = 1e-12

@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 import wholestep as ws
-from tests.interpret import run_all
 from tests.simulate import cut, join
 from wholestep.backend.rank_binding import bound_arguments
 from wholestep.collectives import pad, split, unpad
 from wholestep.collectives.reshards import program
 from wholestep.dtensor import layout_from
 from wholestep.layout import AxisState, Layout, replicated, sharded
+from wholestep.proof.interpret import run_all
 
 R, S0, S1, S2 = Replicate(), Shard(0), Shard(1), Shard(2)
 P = Partial("sum")

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as checkpoints
 
 import wholestep as ws
-from tests.interpret import run_one
+from tests.simulate import run_one
 from tests.steps import mean_square as mean
 from wholestep.errors import GraphError
 from wholestep.graph import meta

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.interpret import run_one
 from tests.random_graphs.case import Case
 from tests.random_graphs.program import Program, finished
 from tests.random_graphs.run import parts_of, problem
+from tests.simulate import run_one
 from wholestep import _torch
 from wholestep.graph.graph import Input, Output, Role
 from wholestep.graph.meta import meta_of, with_stride

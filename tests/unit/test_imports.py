@@ -21,7 +21,7 @@ FORESIGHT = ROOT / "foresight" / "src" / "wholestep_foresight"
 SUPPORT = "errors typed_json typed_values precision units tuning sizes _torch mesh layout graph dtensor"
 SUPPORT += " rules hardware cost reshard"
 STAGES = "capture plan partition passes backend planner ddp collectives distributed cache profiling runtime checkpoint"
-READERS = "compile report public __init__ cli __main__"
+READERS = "proof compile report public __init__ cli __main__"
 
 # A unit imports units that stand before it.
 ORDER = [*SUPPORT.split(), *STAGES.split(), *READERS.split()]

@@ -10,14 +10,14 @@ from torch.fx import Node
 from torch.optim import SGD, Adagrad, AdamW, Optimizer
 
 import wholestep as ws
-from tests import interpret
-from tests.interpret import run_one
+from tests.simulate import run_one
 from tests.together import OneDevice, compare
 from tests.tp_models import SEQUENCE, VOCAB, Llama, next_token, step_of
 from wholestep.capture import capture_step
 from wholestep.graph import meta
 from wholestep.graph.graph import Role
 from wholestep.graph.op_kinds import depends_on_strides
+from wholestep.proof import interpret
 from wholestep.rules import registry
 from wholestep.rules.call import Call
 from wholestep.rules.localize import as_complex

@@ -13,7 +13,6 @@ from torch.optim import AdamW, Optimizer
 import wholestep as ws
 from tests.dist.test_experts import Alone
 from tests.hf_models import entries
-from tests.interpret import run_all
 from tests.steps import mean_square
 from tests.together import OneDevice, compare
 from tests.unit.test_experts import TOKENS, Sorted, mixture, plain_products
@@ -40,6 +39,7 @@ from wholestep.partition.rows_by_rank import (
     stable_order,
     with_rows_sent,
 )
+from wholestep.proof.interpret import run_all
 from wholestep.rules.aten.rows_in_groups import inverse_rows, received_groups, sent_rows
 
 pytestmark = pytest.mark.usefixtures("double", plain_products.__name__)

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import wholestep as ws
 from tests.catalogue import CASES
-from tests.interpret import run_all
 from tests.simulate import index_of
 from tests.steps import clipped
 from tests.steps import mean_square as train
@@ -47,6 +46,7 @@ from wholestep.passes.write_into_buckets import (
     put_pieces,
     put_together,
 )
+from wholestep.proof.interpret import run_all
 
 MB = 1 << 20
 

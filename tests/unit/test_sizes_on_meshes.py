@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.optim import SGD, AdamW, Optimizer
 
 import wholestep as ws
-from tests import interpret, simulate
+from tests import simulate
 from tests.simulate import Simulation, cut
 from tests.unit.test_sizes import OPS, D, sizes_in
 from wholestep import partition, plan
@@ -29,6 +29,7 @@ from wholestep.graph.loop import loop_of, with_bodies
 from wholestep.graph.nodes import copy_graph, is_mutating
 from wholestep.graph.sizes_in_graph import at_sizes, planned_at
 from wholestep.plan.plan import Plan
+from wholestep.proof import interpret
 from wholestep.runtime.symbolic_sizes import PlannedFor, other_sizes
 from wholestep.sizes import SizeFloat, SizeInt, evaluate
 

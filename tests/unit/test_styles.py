@@ -211,7 +211,7 @@ def test_no_optimizer_adds_collectives(recipe: str, style: Any) -> None:
 @pytest.mark.parametrize("style", STYLES)
 def test_the_check_can_fail(style: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the reductions of gradients left out, what is compared above differs: ranks have different data."""
-    from tests import interpret
+    from wholestep.proof import interpret
 
     for kind in ("all_reduce", "reduce_scatter"):
         whole = interpret.COMPUTE[kind]

@@ -26,6 +26,7 @@ _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in [^\n]+\n\s+
 _NO_ORIGIN: dict[str, object] = {}
 T = TypeVar("T")
 Rows = tuple[str, tuple[int | None, ...]]
+Outputs = tuple[tuple[str, int], ...]
 Along = tuple[str, tuple[Any, ...], tuple[Any, ...]]
 """A sort by name, and the dim of each output of a node that has rows in its order."""
 
@@ -367,6 +368,11 @@ set_piece, piece = _entry("wholestep_piece", int)
 
 set_block, block = _entry("wholestep_block", StageBlock)
 """The block of a stage whose run a node is a part of, or calls, as it was priced; None for most."""
+
+set_computes, computes = _entry("wholestep_computes", Outputs)
+"""For each output of a node of a local graph: the node of the planned graph that has it, in the layout that the plan
+says, and which of its outputs it is.
+"""
 
 set_rows, rows = _entry("wholestep_rows", Rows)
 """The sort in whose order the outputs of a node have rows (`plan.rows_in_any_order`), and along which dim each has

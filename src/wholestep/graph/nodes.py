@@ -173,6 +173,7 @@ def add_call(graph: Graph, target: Any, args: Any, tensor: meta.TensorMeta, orig
     name = name or str(getattr(target, "__name__", target)).split(".")[0]
     node = add_node(graph, "call_function", target, args, {}, name)
     meta.copy(origin, node)
+    meta.set_computes(node, None)
     meta.set_value(node, None)
     meta.set_tensors(node, (tensor,))
     return node

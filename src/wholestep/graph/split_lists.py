@@ -71,16 +71,17 @@ def _opened(value: Any) -> list[Any]:
 
 def _describe(new: Node, node: Node, group: list[int], length: int) -> None:
     """Give `new` the metadata of `node`, cut to the positions in `group`."""
-    value, tensors = meta.value(node), meta.tensors(node)
+    value, tensors, computes = meta.value(node), meta.tensors(node), meta.computes(node)
     meta.copy(node, new)
     nested = any(isinstance(v, (list, tuple)) for v in _opened(value))
     outputs: list[Any] = _opened(value) if nested else [value]
     parts = [_cut(output, group, length) for output in outputs]
     meta.set_value(new, tuple(parts) if nested else parts[0])
-    keep: list[Any] = []
+    keep: list[int] = []
     at = 0
     for output in outputs:
         size = len(_opened(output)) if isinstance(output, (list, tuple)) else 1
-        keep += _cut(list(tensors[at : at + size]), group, length)
+        keep += _cut(list(range(at, at + size)), group, length)
         at += size
-    meta.set_tensors(new, keep)
+    meta.set_tensors(new, [tensors[i] for i in keep])
+    meta.set_computes(new, tuple(computes[i] for i in keep) if computes else None)

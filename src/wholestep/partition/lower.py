@@ -189,6 +189,7 @@ class _Lowering:
             new = self._resharded(node_at(node, 0), decision.operands[0], region)
         else:
             new = self._call(node, decision, region)
+        meta.set_computes(new, tuple((node.name, index) for index in range(len(decision.outputs))))
         self.at[key], self.layouts[node] = new, decision.outputs
         if node in self.regions.on_demand:
             self._note_regathered(new, node, region)

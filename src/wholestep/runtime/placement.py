@@ -69,8 +69,9 @@ class Primed:
             self.entries[at] = optimizer, param, had_entry, entry
         self._is_there = False
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> Primed:
         self.put()
+        return self
 
     def __exit__(self, *_: object) -> None:
         self.take_away()

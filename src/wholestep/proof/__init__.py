@@ -1,0 +1,1 @@
+"""Compares a plan with one device, op by op."""

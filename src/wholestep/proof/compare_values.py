@@ -1,0 +1,263 @@
+"""`wholestep.compare`: one device beside a plan, or beside another step, and the first tensors at which they part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backend.default_passes import default_passes
+from ..capture.call_structure import leaf_names, take_apart
+from ..capture.capture import Capture, capture_step
+from ..capture.capture_options import CaptureOptions
+from ..errors import PlanError
+from ..graph.graph import Input, Role
+from ..mesh import Mesh
+from ..passes.base import Pass, run_passes
+from ..passes.order_stages import partition
+from ..plan.plan import Plan
+from ..plan.strategy import Strategy
+from ..planner.resolve import plan as make_plan
+from ..runtime.placement import Primed, find_input
+from .on_ranks import Far, Key, PlanOnRanks, put_state
+from .one_device import ROUNDED, Devices, OpResult, Record
+from .sketch import distance
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Parted:
+    """A tensor that differs by more than rounding, though nothing that it is computed from does. `difference` and
+    `rounding` are shares of its norm.
+    """
+
+    call: int
+    phase: str
+    module: str
+    op: str
+    name: str
+    line: str
+    difference: float
+    rounding: float
+    where: str
+
+    def __str__(self) -> str:
+        place = f"{self.phase} of call {self.call}: {self.module}  {self.op}  %{self.name} {self.where}"
+        return (
+            f"{place}\n    differs by {self.difference:.1e}, rounding is {self.rounding:.1e}\n    {self.line}".rstrip()
+        )
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What `compare` returns: `compared` of `tensors` tensors were compared, and `parted` is empty if they are equal.
+
+    Example:
+        >>> comparison = ws.compare(train_step, (model, optimizer, batch), "dp=4")
+        >>> assert comparison.equal, comparison
+    """
+
+    title: str
+    parted: tuple[Parted, ...]
+    compared: int
+    tensors: int
+    record: Record = field(repr=False)
+
+    @property
+    def equal(self) -> bool:
+        """True if no tensor differs by more than rounding."""
+        return not self.parted
+
+    def save(self, path: str) -> None:
+        """Write what one device computes, for `compare(..., against=path)`. Raises PlanError: it cannot be written."""
+        self.record.save(path)
+
+    def __str__(self) -> str:
+        calls = len(self.record.calls)
+        head = (
+            f"{self.title}, {calls} call{'s' if calls > 1 else ''}: {self.compared} of {self.tensors} tensors compared"
+        )
+        if self.equal:
+            return f"{head}, equal but for rounding"
+        lines = [f"{head}; they part at", *map(str, self.parted[:_SHOWN])]
+        return "\n  ".join([*lines, *([f"and {len(self.parted) - _SHOWN} more"] if len(self.parted) > _SHOWN else [])])
+
+
+def compare(
+    train_step: Callable[..., Any], args: Sequence[Any], mesh: Mesh | str | None = None,
+    parallel: Strategy | Sequence[Strategy] | None = None, *, against: Callable[..., Any] | str | None = None,
+    batches: Sequence[Sequence[Any]] = (), calls: int = 2, options: CaptureOptions | None = None,
+    passes: Sequence[Pass] | None = None,
+) -> Comparison:  # fmt: skip
+    """Compare a step on one device with its plan, or with another step, op by op: the first tensors that differ by more
+    than rounding.
+
+    All ranks run in this process. Nothing of the user's changes. How far rounding carries is measured: one device runs
+    again with results that are rounded otherwise. PlanOnRanks have the random numbers of one device.
+
+    Args:
+        train_step: the step.
+        args: its arguments: those of one rank with `per_rank` semantics, of all ranks together with `global`.
+        mesh: as in `plan`; None for no plan.
+        parallel: as in `plan`.
+        against: another step that takes `args`, or a file that `Comparison.save` wrote.
+        batches: `args` of each other rank that has a batch of its own. By default they draw rows of the first.
+        calls: how many calls are compared, all with the same arguments.
+        options: how the step is captured.
+        passes: what the program of a rank goes through; by default what it does in `compile`.
+
+    Raises:
+        CaptureError, PlanError: the step or the plan is refused; it has stages, or counts rows while it runs.
+
+    Example:
+        >>> print(ws.compare(train_step, (model, optimizer, batch), "dp=4", ws.DataParallel("fully_shard")))
+        >>> ws.compare(train_step, (model, optimizer, batch)).save("today.json")
+        >>> print(ws.compare(train_step, (model, optimizer, batch), against="today.json"))
+    """
+    if mesh is None and parallel is not None:
+        raise PlanError("parallel= without a mesh", "both or none", 'give a mesh, such as "dp=4"')
+    run = _Run(train_step, tuple(args), options)
+    plan = None if mesh is None else make_plan(run.capture.graph, mesh, parallel)
+    comparison = run.compare(plan, [*batches], calls, passes)
+    if against is None or not comparison.equal:
+        return comparison
+    if isinstance(against, str):
+        return _beside(comparison.record, Record.load(against), against)
+    other = _Run(against, tuple(args), options).compare(None, [], calls, None)
+    return _beside(comparison.record, other.record, getattr(against, "__name__", "another step"))
+
+
+class _Run:
+    """A step that is captured, with its arguments."""
+
+    def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], options: CaptureOptions | None) -> None:
+        self.step, self.args = step, args
+        self.capture: Capture = capture_step(step, args, {}, options)
+        if self.capture.counts is not None:
+            raise PlanError("the step counts rows while it runs", "sizes that are known", "compare what is before it")
+
+    def compare(
+        self, plan: Plan | None, batches: Sequence[Sequence[Any]], calls: int, passes: Sequence[Pass] | None
+    ) -> Comparison:
+        """Call it until tensors part. State that a call creates ends it too: another program follows."""
+        graph, axes, title = self.capture.graph, list[str](), "one device"
+        averages = plan is None or plan.strategies is None or plan.strategies.options.reduce == "mean"
+        dtype = getattr(torch, plan.options.reduce_dtype) if plan and plan.options.reduce_dtype else None
+        if plan is not None:
+            if plan.owners:
+                raise PlanError("the plan has stages", "one program for all ranks", "compare it without Pipeline")
+            graph, title = plan.decompose(graph), f"{plan.mesh} by {plan.strategy} beside one device"
+            axes = [axis for axis in plan.mesh.names if any(axis in plan.storage[i.name].varies for i in graph.inputs)]
+        count = prod(plan.mesh.axis_size(axis) for axis in axes) if plan else 1
+        inputs = [self._inputs(graph.inputs, batch) for batch in self._batches(batches, count)]
+        again = [[value.clone() for value in inputs[0]] for _ in range(ROUNDED)]
+        devices, ranks = Devices(graph, [*inputs, *again], averages, dtype), None
+        if plan is not None:
+            passes = default_passes(plan.hardware) if passes is None else passes
+            ranks = PlanOnRanks(plan, run_passes(partition(self.capture.graph, plan), passes), axes, inputs)
+        updates = tuple(out.target for out in graph.outputs if out.kind == "update")
+        record, parted, compared = list[tuple[OpResult, ...]](), list[Parted](), 0
+        while len(record) < calls and not parted:
+            results, outputs = devices.call()
+            if ranks is not None:
+                distances, ends = ranks.call(results, devices.drawn, outputs[:count], graph)
+                parted, compared = _first(len(record), results, distances), compared + len(distances)
+                by_name = {result.name: result for result in results}
+                at_end = [(by_name[name], far) for name, far in ends if name in by_name and not parted]
+                parted += [_parted(len(record), op, far) for op, far in at_end if op.parts_at(far[0])]
+            record.append(tuple(results))
+            if not {*updates} <= {spec.name for spec in graph.inputs}:
+                break
+            put_state(devices.inputs, graph, outputs)
+        return Comparison(title, tuple(parted), compared, sum(map(len, record)), Record(tuple(record), updates))
+
+    def _batches(self, batches: Sequence[Sequence[Any]], count: int) -> list[dict[str, Tensor]]:
+        """Tensors of the arguments of each device, by name."""
+        each: list[dict[str, Tensor]] = []
+        for args in (self.args, *batches):
+            call = take_apart((tuple(args), {}))
+            named = zip(leaf_names(self.step, call.structure), call.leaves, strict=True)
+            each.append({name: value.detach() for name, value in named if isinstance(value, Tensor)})
+        if len(each) not in (1, count):
+            needed = f"{count - 1}: the arguments of each other rank that has a batch of its own"
+            raise PlanError(f"batches= has {len(batches)} entries", needed, "correct it, or leave it out")
+        for number in range(len(each), count):
+            rows, generator = dict[int, Tensor](), torch.Generator().manual_seed(number)
+            for size in {len(value) for value in each[0].values() if value.dim() and len(value)}:
+                rows[size] = torch.randint(size, (size,), generator=generator)
+            values = each[0].items()
+            each.append({n: v[rows[len(v)].to(v.device)] if v.dim() and len(v) else v for n, v in values})
+        return each
+
+    def _inputs(self, specs: Sequence[Input], batch: Mapping[str, Tensor]) -> list[Tensor]:
+        """What the first call has for each input."""
+        state, optimizers = self.capture.state, list(self.capture.state.optimizers.values())
+        with Primed() as primed:
+            for number, owner in {(i.optimizer, i.owner): i for i in specs if i.role is Role.STATE}:
+                param, groups = state.params[owner].tensor, optimizers[number or 0].param_groups
+                group = next(g for g, group in enumerate(groups) if any(p is param for p in group["params"]))
+                primed.add(optimizers[number or 0], param, group, "cpu")
+            return [torch.as_tensor(self._input(i, batch), dtype=i.meta.dtype).detach().clone() for i in specs]
+
+    def _input(self, spec: Input, batch: Mapping[str, Tensor]) -> Any:
+        state = self.capture.state
+        if spec.role in (Role.BATCH, Role.CONST):
+            return batch[spec.name] if spec.role is Role.BATCH else self.capture.graph.constants[spec.name]
+        if spec.role is Role.GRAD:
+            gradient = state.params[spec.owner].tensor.grad
+            return torch.zeros(spec.meta.shape) if gradient is None else gradient
+        if spec.role is Role.HYPER:
+            hyper = next(h for h in self.capture.hypers if h.name == spec.name)
+            option = list(state.optimizers.values())[hyper.optimizer].param_groups[hyper.group][hyper.key]
+            return option if hyper.index is None else option[hyper.index]
+        container, key = find_input(spec, state)
+        return container[key]
+
+
+def _parted(call: int, op: OpResult, far: Far) -> Parted:
+    norm = op.norm or 1.0
+    return Parted(call, op.phase, op.module, op.op, op.name, op.line, far[0] / norm, op.rounding / norm, far[1])
+
+
+def _first(call: int, results: Sequence[OpResult], distances: Mapping[Key, Far]) -> list[Parted]:
+    """The results that part though nothing before them does, in the order of the step."""
+    behind, parted = set[str](), list[Parted]()
+    for op in results:
+        key, follows = (op.name, op.index), not behind.isdisjoint(op.reads)
+        if key in distances and op.parts_at(distances[key][0]):
+            parted += [] if follows else [_parted(call, op, distances[key])]
+            follows = True
+        behind.update([op.name] if follows else [])
+    return parted
+
+
+def _beside(record: Record, other: Record, name: str) -> Comparison:
+    """Compare two captures, whose ops are matched by module, op and shape in the order of the step."""
+    compared, parted, calls = 0, list[Parted](), list(zip(record.calls, other.calls, strict=False))
+    for call, (ops, before) in enumerate(calls):
+        distances, precise = dict[Key, Far](), {(op.name, op.index): op for op in ops}
+        keys, keys_before = (
+            [(op.phase, op.module, op.op, op.shape, op.index) for op in each] for each in (ops, before)
+        )
+        for block in SequenceMatcher(None, keys, keys_before, autojunk=False).get_matching_blocks():
+            for op, was in zip(ops[block.a :][: block.size], before[block.b :][: block.size], strict=True):
+                key, changed = (
+                    (op.name, op.index),
+                    "" if op.dtype == was.dtype else f"({op.dtype}, {was.dtype} in {name})",
+                )
+                distances[key] = distance(op.sums_of_device(0), was.sums_of_device(0)), changed
+                precise[key] = replace(op, rounding=min(op.rounding, was.rounding))
+        compared, parted = compared + len(distances), _first(call, list(precise.values()), distances)
+        if parted:
+            break
+    for target in sorted({*record.updates} ^ {*other.updates}):
+        change = f"is changed here, not in {name}" if target in record.updates else f"is changed in {name}, not here"
+        parted.append(Parted(0, "update", target, change, "", "", float("inf"), 0.0, ""))
+    tensors = sum(len(ops) for ops, _ in calls)
+    return Comparison(f"one device beside {name}", tuple(parted), compared, tensors, record)

@@ -1,0 +1,137 @@
+"""The program of a plan on all ranks, in one process, beside one device: how far the result of each op is from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..backend.rank_binding import bound_arguments
+from ..graph import meta
+from ..graph.graph import LocalGraph, TrainGraph
+from ..layout import Layout, cut
+from ..mesh import TIME
+from ..plan.plan import Plan
+from .interpret import as_traced, run_all
+from .one_device import OpResult, cleared, flat
+from .sketch import distance, places_of, sums_of
+
+Key = tuple[str, int]
+Far = tuple[float, str]
+"""A distance, and where it is so far: layout and ranks."""
+
+
+class PlanOnRanks:
+    """The ranks of a program; `inputs[rank]` are what a rank has, of the device whose number is `device(rank)`."""
+
+    def __init__(self, plan: Plan, local: LocalGraph, axes: Sequence[str], inputs: Sequence[Sequence[Tensor]]) -> None:
+        self.plan, self.local, self.axes = plan, local, axes
+        layouts = [plan.storage[spec.name] for spec in local.inputs]
+        self.inputs = [
+            [self._part(value, layout, rank) for value, layout in zip(inputs[self.device(rank)], layouts, strict=True)]
+            for rank in range(plan.mesh.size)
+        ]
+
+    def device(self, rank: int) -> int:
+        """The number of the device whose batch a rank has."""
+        at, number = self.plan.mesh.coordinate(rank), 0
+        for axis in self.axes:
+            number = number * self.plan.mesh.axis_size(axis) + at[axis]
+        return number
+
+    def _part(self, value: Tensor, layout: Layout, rank: int) -> Tensor:
+        order = torch.contiguous_format if layout.is_sharded else torch.preserve_format
+        return cut(value, layout, self.plan.mesh, self.plan.mesh.coordinate(rank)).clone(memory_format=order)
+
+    def call(
+        self, results: Sequence[OpResult], drawn: Mapping[str, Sequence[Any]], outputs: Sequence[Sequence[Any]],
+        graph: TrainGraph,
+    ) -> tuple[dict[Key, Far], list[tuple[str, Far]]]:  # fmt: skip
+        """How far results of ops are from those of devices in a call, which have `drawn` the random numbers; and, by
+        the name of their op, results of the step from `outputs`.
+        """
+        expected = {(result.name, result.index): result for result in results}
+        distances = dict[Key, Far]()
+
+        def watch(node: Node, envs: Sequence[dict[Node, Any]]) -> None:
+            computed = meta.computes(node) or ()
+            if not computed or meta.rows(node) or any(len(_tensors(node, env)) != len(computed) for env in envs):
+                return  # no op of the plan, or rows in an order of the rank's
+            for rank, env in enumerate(envs):
+                env[node] = self._drawn(node, env[node], drawn, rank) if computed[0][0] in drawn else env[node]
+                env[node] = cleared(node, env[node])
+            for position, key in enumerate(computed):
+                values, result = [_tensors(node, env)[position] for env in envs], expected.get(key)
+                if result is not None and all(isinstance(value, Tensor) for value in values):
+                    layout = self.plan.decisions[key[0]].outputs[key[1]]
+                    far = self._far(
+                        [result.sums_of_device(n) for n in range(len(result.sums))], values, layout, result.shape
+                    )
+                    distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))
+
+        rows = run_all(self.local, self.inputs, bound_arguments, watch)
+        put_state(self.inputs, self.local, rows)
+        ends = list[tuple[str, Far]]()
+        positions = [at for at, out in enumerate(self.local.outputs) if out.kind == "result"]
+        places = [(at, node) for at, (out, node) in enumerate(graph.results()) if out.kind == "result"]
+        for (place, node), position in zip(places, positions, strict=True):
+            if isinstance(node, Node) and node.name in self.plan.decisions:
+                values, sums = [row[position] for row in rows], [sums_of(row[place]) for row in outputs]
+                layout = Layout(((),) * values[0].dim(), (), self.plan.decisions[node.name].given[0].varies)
+                ends.append((node.name, self._far(sums, values, layout, outputs[0][place].shape) or (0.0, "")))
+        return {key: far for key, far in distances.items() if far[0] >= 0}, ends
+
+    def _drawn(self, node: Node, value: Any, drawn: Mapping[str, Sequence[Any]], rank: int) -> Any:
+        """The random numbers of the device in place of those of a rank, if it has a part of them."""
+        name = (meta.computes(node) or (("", 0),))[0][0]
+        layouts, full = self.plan.decisions[name].outputs, flat(drawn[name][self.device(rank)])
+        if any(layout.partial or TIME in layout.axes for layout in layouts) or len(layouts) != len(full):
+            return value
+        parts = [self._part(each, layout, rank) for each, layout in zip(full, layouts, strict=True)]
+        if any(part.shape != each.shape for part, each in zip(parts, flat(value), strict=True)):
+            return value
+        return as_traced(node, parts[0]) if isinstance(value, Tensor) else type(value)(parts)
+
+    def _far(
+        self, sums: Sequence[Tensor], values: Sequence[Tensor], layout: Layout, shape: Sequence[int]
+    ) -> Far | None:
+        """The largest distance of a tensor on ranks; None if these values are not in its layout."""
+        mesh, share, totals, devices = self.plan.mesh, 1.0, dict[str, Tensor](), dict[str, int]()
+        for axis, op in layout.partial:
+            share /= mesh.axis_size(axis) if op == "avg" else 1
+        is_known = {op for _, op in layout.partial} <= {"sum", "avg"} and TIME not in layout.axes
+        if not is_known or len(layout.dims) != len(shape):
+            return None
+        joined = layout.axes - {*layout.varies}
+        for rank, value in enumerate(values):
+            at = mesh.coordinate(rank)
+            if not layout.is_held_at(at):
+                continue
+            if tuple(value.shape) != layout.local_shape(shape, mesh, at):
+                return None
+            here = ",".join(f"{axis}={n}" for axis, n in at.items() if axis not in joined)
+            part = sums_of(value, shape, places_of(layout, shape, mesh, at)) * share
+            totals[here] = totals[here] + part if here in totals else part
+            devices[here] = 0 if joined & {*self.axes} else self.device(rank)
+        far, here = max((distance(total, sums[devices[at]]), at) for at, total in totals.items())
+        return far, f"({layout.show(shape)}{here and ', ranks ' + here})"
+
+
+def _tensors(node: Node, env: Mapping[Node, Any]) -> list[Any]:
+    """The outputs of an op; if it returns none, the list that it has written."""
+    is_written = env[node] is None and isinstance(node.args[0], (tuple, list))
+    return [env[operand] for operand in cast("Sequence[Node]", node.args[0])] if is_written else flat(env[node])
+
+
+def put_state(
+    inputs: Sequence[list[Tensor]], graph: TrainGraph | LocalGraph, rows: Sequence[Sequence[Any]]
+) -> None:  # fmt: skip
+    """Put the state that a call leaves in place of that with which it began."""
+    places = {spec.name: position for position, spec in enumerate(graph.inputs)}
+    for values, row in zip(inputs, rows, strict=True):
+        for out, value in zip(graph.outputs, row, strict=True):
+            if out.kind == "update" and out.target in places:
+                values[places[out.target]] = value.detach().clone()
