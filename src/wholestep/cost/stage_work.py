@@ -13,7 +13,7 @@ from ..graph import meta
 from ..graph.graph import LocalGraph
 from ..graph.loop import loop_of
 from ..graph.messages import STARTED
-from ..graph.nodes import communicates, copy_graph, is_collective
+from ..graph.nodes import communicates, is_collective
 from ..graph.region import region_of
 from ..graph.stage_part import transfer
 from ..graph.text import collective_bytes
@@ -33,12 +33,10 @@ class AroundLoop:
     Args:
         alone: of the stage alone.
         common: work that every stage repeats and that grows with all layers (the vector of norms).
-        further: for each piece above two, of loops that stages do not share.
     """
 
     alone: tuple[Spent, ...]
     common: tuple[Spent, ...]
-    further: tuple[Spent, ...]
 
 
 @dataclass(frozen=True)
@@ -146,8 +144,8 @@ def _is_beside(program: LocalGraph, node: Node) -> bool:
 class _Walk:
     """A clock that goes through the program of a stage which waits for no other one.
 
-    `behind`: the number of exchanges up to the loop. `alone`, `common`, `further`: what runs in front of each exchange
-    and after the last one, as in `AroundLoop`. `runs`: the runs of blocks that are written out, by block and piece.
+    `behind`: the number of exchanges up to the loop. `alone`, `common`: what runs in front of each exchange and after
+    the last one, as in `AroundLoop`. `runs`: the runs of blocks that are written out, by block and piece.
     `loose`: what ran since, between the calls of the loop.
     """
 
@@ -161,10 +159,8 @@ class _Walk:
     pieces: int = 0
 
     def __post_init__(self) -> None:
-        self.alone, self.common, self.further = (
-            [Spent() for _ in range(len(self.position) + 1)] for _ in range(3)
-        )  # fmt: skip
-        graph = copy_graph(self.program.graph)
+        self.alone, self.common = ([Spent() for _ in range(len(self.position) + 1)] for _ in range(2))
+        graph = self.program.graph
         self.clock = self.prices.clock(graph)
         remaining = Counter(key for node in graph.nodes if (key := _run_of(node)) is not None)
         self.pieces = 1 + max((piece for _, piece in remaining), default=0)
@@ -195,7 +191,7 @@ class _Walk:
     @property
     def outside(self) -> AroundLoop:
         """What ran around the blocks."""
-        return AroundLoop(tuple(self.alone), tuple(self.common), tuple(self.further))
+        return AroundLoop(tuple(self.alone), tuple(self.common))
 
     @property
     def blocks(self) -> tuple[BlockCost, ...]:
@@ -207,8 +203,6 @@ class _Walk:
         return tuple(blocks)
 
     def _note(self, node: Node, at: int, run: tuple[str, int] | None, is_inside: bool) -> None:
-        if (loop := loop_of(node)) is not None:
-            node.target = replace(loop, pieces=2)
         spent = self._run(node)
         if run is not None:
             self.runs[run], self.loose = self.runs.get(run, Spent()).plus(self.loose).plus(spent), Spent()
@@ -218,9 +212,6 @@ class _Walk:
             return
         into = self.common if meta.stage(node) is None else self.alone
         into[at] = into[at].plus(spent)
-        if (loop := loop_of(node)) is not None:
-            node.target = replace(loop, pieces=3)
-            self.further[at] = self.further[at].plus(self._run(node)).plus(spent, -1)
 
     def _run(self, node: Node) -> Spent:
         before, waited = self.clock.now, self.clock.waited

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from ..graph.stage_part import StageParts
 from ..graph.text import human, seconds, table
 from ..precision import StepPrecision
-from .block_runs import BlockCost, OrderResult, Orders, Spent, on_shared_cores, simulate_orders
+from .block_runs import BlockCost, OrderResult, Orders, on_shared_cores, simulate_orders
 from .memory import LiveTensor, PeakMemory
 from .simulation import SimulationResult
 from .stage_orders import NAMED, blocks_of, simulated_orders
@@ -139,11 +139,10 @@ def staged_step(
     def spend(at: int) -> None:
         for rank, several in enumerate(outside):
             common = max((work.common[at] for work in several), key=lambda run: run.us)
-            further = [Spent().plus(work.further[at], pieces - 2) for work in several]
             alone = [work.alone[at] for work in several]
             if at and exchanges[at - 1].is_loop:  # beside the runs of a rank's later chunks, collectives went on
                 alone = [run.without(now[rank] - ends.get(rank + i * ranks, now[rank])) for i, run in enumerate(alone)]
-            spent = [*alone, common, *further]
+            spent = [*alone, common]
             us = sum(run.us for run in spent)
             waited[rank] += sum(run.waited_us for run in spent)
             if us > 0:
