@@ -14,21 +14,21 @@ from torch import Tensor
 from .op_kinds import COUNTS_ROWS
 
 
+def _like(value: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(value)
+
+
 @torch.library.custom_op("wholestep::grad_ready", mutates_args=())
 def grad_ready(grad: Tensor, param: str) -> Tensor:
     """Mark `grad` as the complete gradient of `param` from one backward. Runs in an unpartitioned graph only."""
     return grad.clone()
 
 
-@grad_ready.register_fake
-def _(grad: Tensor, param: str) -> Tensor:
-    return torch.empty_like(grad)
-
-
 def _backward(ctx: object, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 
+grad_ready.register_fake(_like)
 grad_ready.register_autograd(_backward)
 
 GRAD_READY = torch.ops.wholestep.grad_ready.default
@@ -40,7 +40,7 @@ def loss(value: Tensor) -> Tensor:
     return value.clone()
 
 
-loss.register_fake(torch.empty_like)
+loss.register_fake(_like)
 
 LOSS = torch.ops.wholestep.loss.default
 
@@ -51,7 +51,7 @@ def over_ranks(size: Tensor) -> Tensor:
     return size.clone()
 
 
-over_ranks.register_fake(torch.empty_like)
+over_ranks.register_fake(_like)
 
 OVER_RANKS = torch.ops.wholestep.over_ranks.default
 COMPLETE = frozenset({GRAD_READY, OVER_RANKS})
@@ -117,10 +117,7 @@ def numbers_of(values: Tensor, counts: Sequence[int]) -> Tensor:
     return values.clone()
 
 
-@numbers_of.register_fake
-def _(values: Tensor, counts: Sequence[int]) -> Tensor:
-    return torch.empty_like(values)
-
+numbers_of.register_fake(_like)
 
 NUMBERS_OF = torch.ops.wholestep.numbers_of.default
 COUNTS_ROWS.add(NUMBERS_OF)
@@ -132,10 +129,7 @@ def behind(value: Tensor, rows: Tensor) -> Tensor:
     return value.clone()
 
 
-@behind.register_fake
-def _(value: Tensor, rows: Tensor) -> Tensor:
-    return torch.empty_like(value)
-
+behind.register_fake(_like)
 
 BEHIND = torch.ops.wholestep.behind.default
 
