@@ -93,6 +93,23 @@ def reached(
     return reached_nodes
 
 
+def move_up(graph: Graph, nodes: Iterable[Node], also: Callable[[Node], bool]) -> None:
+    """Move calls of a graph up, behind the last of what they read, with what they read that `also` is true of."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+
+    def raised(node: Node) -> None:
+        for operand in filter(also, node.all_input_nodes):
+            raised(operand)
+        computed = [operand for operand in node.all_input_nodes if operand.op != "placeholder"]
+        if computed:
+            last = max(computed, key=place.__getitem__)
+            last.append(node)
+            place[node] = place[last]
+
+    for node in nodes:
+        raised(node)
+
+
 def cone(node: Node, outside: Container[Node]) -> list[Node]:
     """`node` and all nodes that it depends on, without `outside`, in dependency order."""
     ordered: dict[Node, None] = {}

@@ -16,7 +16,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.loop import Loop
 from ..graph.meta import TensorMeta
-from ..graph.nodes import add_call, drop_dead, node_at
+from ..graph.nodes import add_call, drop_dead, move_up, node_at
 from ..graph.op_kinds import FREE, SUMS_OF_PIECES, priced_like
 from ..graph.storage import shares
 
@@ -66,21 +66,7 @@ def accumulate_early(graph: Graph, also: Callable[[Node], bool] = lambda _: Fals
     """Let a body accumulate each value as soon as it is there, so that it need not be held until the piece ends; with
     nodes in front of an accumulator that `also` is true of.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
-
-    def raised(node: Node) -> None:
-        for operand in node.all_input_nodes:
-            if also(operand):
-                raised(operand)
-        computed = [operand for operand in node.all_input_nodes if operand.op != "placeholder"]
-        if computed:
-            last = max(computed, key=place.__getitem__)
-            last.append(node)
-            place[node] = place[last]
-
-    for node in reversed(list(graph.nodes)):
-        if node.target in ACCUMULATORS:
-            raised(node)
+    move_up(graph, [node for node in reversed(list(graph.nodes)) if node.target in ACCUMULATORS], also)
 
 
 @dataclass

@@ -10,7 +10,7 @@ from torch.fx import Node
 from ..graph.graph import LocalGraph
 from ..graph.loop import bodies_of, loop_of
 from ..graph.messages import start_receive, start_send
-from ..graph.nodes import is_collective, is_wait, reached
+from ..graph.nodes import is_collective, is_wait, move_up, reached
 from ..graph.region import inputs_of, region_of
 from ..graph.written_out import inline
 from ..partition.batch_dependent import batch_dependent
@@ -42,24 +42,15 @@ def _start_early(local: LocalGraph) -> None:
     """Start collectives as soon as what they send is there, as a program without pieces does: what a loop has
     accumulated was waited for where it is first read.
     """
-    place = {node: number for number, node in enumerate(local.graph.nodes)}
-
-    def raised(node: Node) -> None:
-        reads = node.all_input_nodes
-        if len(reads) == 1 and len(reads[0].users) == 1 and len(reads[0].all_input_nodes) == 1 and _moves(reads[0]):
-            raised(reads[0])
-        last = max(reads, key=place.__getitem__)
-        if last.op == "call_function":
-            place[node] = place[last]
-            last.append(node)
-
-    for node in list(local.graph.nodes):
-        if is_collective(node) and _is_shared(local, node):
-            raised(node)
+    starts = [node for node in local.graph.nodes if is_collective(node) and _is_shared(local, node)]
+    move_up(local.graph, starts, _moves)
 
 
 def _moves(node: Node) -> bool:
-    return node.op == "call_function" and not is_wait(node) and not is_collective(node) and not bodies_of(node)[1]
+    """True for a call that computes what one other reads from one, and that is all which that one reads."""
+    if node.op != "call_function" or is_wait(node) or is_collective(node) or bodies_of(node)[1]:
+        return False
+    return len(node.users) == len(node.all_input_nodes) == len(next(iter(node.users)).all_input_nodes) == 1
 
 
 def _is_exchanged(local: LocalGraph, item: Node) -> bool:
