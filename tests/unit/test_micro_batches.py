@@ -490,6 +490,26 @@ def test_a_loop_that_is_split_everywhere_is_refused() -> None:
     assert "leave out MicroBatches" in found
 
 
+@pytest.mark.parametrize(
+    ("rows", "cure"), [(7, "give a number that divides 7"), (8, "cut in the step or by MicroBatches")]
+)
+def test_a_step_that_cuts_the_batch_itself_is_refused_with_its_line(rows: int, cure: str) -> None:
+    def train(model: nn.Module, optimizer: Optimizer, x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = torch.stack([model(part).square().mean() for part in x.chunk(4)]).sum()  # cut
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    model = nn.Linear(8, 4)
+    graph = ws.capture(train, model, SGD(model.parameters(), lr=0.1), torch.randn(rows, 8))
+    with pytest.raises(PlanError) as caught:
+        ws.partition(graph, ws.plan(graph, "dp=1", ws.MicroBatches(2)))
+    found = str(caught.value)
+    assert found.startswith(f"the step cuts or joins the {rows} rows of %x; 2 micro-batches take a part each\n  at: ")
+    assert f"# cut\n  needed: rows that stay apart\n  next: {cure}" in found
+
+
 def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
     """Batch norm needs the statistics of all pieces before it goes on."""
 

@@ -29,7 +29,7 @@ from ..graph.text import human
 from ..layout import REPLICATED, Extent
 from ..mesh import TIME
 from .accumulators import LoopBody, add_up, keep_piece, kept_piece, put_piece
-from .rank_ops import RANK_DEPENDENT, draws_numbers, take_chunk
+from .rank_ops import RANK_DEPENDENT, draws_numbers, pad_to, take_chunk
 from .rank_ops import contiguous as contiguous_copy
 from .rows_by_rank import numbers_of, readers_of
 
@@ -271,25 +271,41 @@ def _check_memory(local: LocalGraph, pieces: int) -> None:
     """Raise PlanError if loops keep more for all pieces than they hold of the whole batch piece by piece."""
     loops = [(node, loop) for node in local.graph.nodes if (loop := loop_of(node))]
     loop_bytes = pieces * max((sum(s.size_bytes for s in most_at_once(loop.body)) for _, loop in loops), default=0)
-    saved: dict[Node, int] = {}
+    saved, readers = dict[Node, int](), dict[Node, Node]()
     for node, loop in loops:
         ends = ends_of(loop.body)
         for item in node.users:
             end = ends[cast(int, item.args[1])]
             if end.target is keep_piece or (end.target is put_piece and not _is_returned(item)):
-                saved[end] = meta.size_bytes(end)
+                saved[end], readers[end] = meta.size_bytes(end), next(iter(item.users))
     if sum(saved.values()) <= loop_bytes:
         return
     largest = max(saved, key=saved.__getitem__)
+    _refuse_whole_batch(largest, readers[largest], pieces)
     total, name, size = human(sum(saved.values())), node_at(largest, 1).name, human(saved[largest])
     raise PlanError(
         f"{pieces} micro-batches save too little memory: {total} of activations stay for all of them, and"
         f" {human(loop_bytes)} for one at a time; %{name} ({size}) waits for the whole batch",
         "at least half of the activations to be needed for one micro-batch at a time",
-        "compute statistics and views that mix samples outside the model, give a number that divides the batch, or"
-        " leave out MicroBatches",
+        "compute statistics and views that mix samples outside the model, or leave out MicroBatches",
         meta.source_line(largest),
     )
+
+
+def _refuse_whole_batch(kept: Node, reader: Node, pieces: int) -> None:
+    """Raise PlanError if what is kept for all pieces is the batch itself."""
+    part = node_at(kept, 1)
+    while part.target is pad_to:
+        part = node_at(part, 0)
+    if part.target is take_chunk and (batch := node_at(part, 0)).op == "placeholder":
+        rows = meta.one_tensor(batch).shape[cast(int, part.args[1])]
+        while not meta.source_line(reader) and reader.users:
+            reader = next(iter(reader.users))
+        problem = f"the step cuts or joins the {rows} rows of %{batch.name}; {pieces} micro-batches take a part each"
+        cure = (
+            f"give a number that divides {rows}" if rows % pieces else "cut in the step or by MicroBatches, not by both"
+        )
+        raise PlanError(problem, "rows that stay apart", f"{cure}; or leave out MicroBatches", meta.source_line(reader))
 
 
 def _is_returned(node: Node) -> bool:
