@@ -545,11 +545,16 @@ def refused(body: Callable[..., Tensor], **options: Any) -> list[str]:
             "the step counts rows while it runs, and writes in place: aten.squeeze_.dim",
         ),
         (
+            lambda m, h: sum(h[i % 10].sum() for i in (h.mean() + torch.arange(501) > 99).nonzero()),
+            "the step loops over the places of a mask of 501 elements, each of which is a branch: 501 with those "
+            "before it",
+        ),
+        (
             lambda m, h: m.out(h)[h[:, 0] > 0].tensor_split(2)[0].sum(),
             "the step counts rows while it runs and the program needs ((u0 % 2) > 0) of their number",
         ),
     ],
-    ids=["iterated", "other places", "squeezed", "arange", "written in place", "remainder"],
+    ids=["iterated", "other places", "squeezed", "arange", "written in place", "many", "remainder"],
 )
 def test_what_depends_on_the_number_itself_is_refused(body: Callable[..., Tensor], line: str) -> None:
     text = refused(body)

@@ -52,9 +52,11 @@ class OtherBranchError(CaptureError):
 def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
     """The error of a call that takes another branch than each of the programs that were tried."""
     return CaptureError(
-        f"one call takes another branch than each of {tries} programs, as a loop does that ends by a value",
+        f"one call takes another branch than each of {tries} programs, as a loop does that ends by a value, or that is "
+        "over what values choose",
         "few branches on values in a step: each way through them is a program",
-        "let a number of Python end the loop, choose with torch.where, or leave the loop out of the compiled step; "
+        "let a number of Python end the loop, choose with torch.where, loop over all experts and not the chosen ones "
+        '(model.set_experts_implementation("grouped_mm") in transformers), or leave the loop out of the compiled step; '
         "nothing was changed",
         other.where,
     )
@@ -74,8 +76,8 @@ def other_branch(branches: Sequence[TakenBranch], number: int, differ: Sequence[
     return CaptureError(
         "ranks, or micro-batches, take different branches",
         "a value that is the same for all of them: they run one program, and share its collectives",
-        "choose with torch.where, run the other branch on zeros as well (an empty batch of that kind), or compile with "
-        'semantics="global"; nothing was changed',
+        "choose with torch.where, run the other branch on zeros as well (an empty batch of that kind, all experts and "
+        'not the chosen ones), or compile with semantics="global"; nothing was changed',
         branch.where,
     )
 

@@ -79,7 +79,7 @@ class CountedPlaces:
         picked = mask != 0
         self.rows.setdefault(str(self.numbers[key]), BEHIND(picked.sum(), places))
         placed = _torch.traced_node(places)
-        if placed is not None and mask.dim() == 1 and mask.numel() < MOST:
+        if placed is not None and mask.dim() == 1:
             self.masks[placed[0]] = picked, places
         return places
 
@@ -114,6 +114,15 @@ class CountedPlaces:
         shapes = [str([*shape]) for shape in (places.shape, places.shape[:1])]
         if str([*rows.shape]) not in shapes or _torch.version(rows) or _torch.version(places):
             return None
+        if (number := len(self.branches.decided) + picked.numel()) > MOST:
+            raise CaptureError(
+                f"the step loops over the places of a mask of {picked.numel()} elements, each of which is a branch: "
+                f"{number} with those before it",
+                f"at most {MOST} branches in a step, of which each chosen set is a program",
+                'take products of all experts at once: model.set_experts_implementation("grouped_mm") in transformers, '
+                "wholestep.ExpertParallel on several ranks; or loop over all, as operations on no rows are right",
+                self.line(),
+            )
         elements = [self.branches.take(e, self.line(), True, together=True) for e in picked.unbind()]
         return None if None in elements else [n for n, there in enumerate(elements) if there]
 
