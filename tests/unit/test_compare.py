@@ -38,6 +38,13 @@ def _language(model: Any, optimizer: Any, batch: dict[str, Tensor]) -> Tensor:
     return loss.detach()
 
 
+def _plan(plan: str, args: tuple[Any, ...]) -> tuple[str, Any]:
+    if plan != "tp":
+        return PLANS[plan]
+    styles = args[0].config.base_model_tp_plan
+    return "tp=2", ws.TensorParallel({f"model.{name}": style for name, style in styles.items()})
+
+
 def _step(name: str) -> Step:
     """A step in single precision, and its arguments."""
     if name in CASES:
@@ -55,9 +62,9 @@ def _full(*parts: Any) -> Any:
 
 
 RIGHT = [
-    ("convolutions", "fully_shard"), ("convolutions", "summed"), ("tokens", "replicate"), ("mixtral", "cp"),
+    ("convolutions", "fully_shard"), ("convolutions", "summed"), ("tokens", "replicate"), ("mixtral", "tp"),
     *(_full(n, plan) for n in CASES for plan in ("fully_shard", "replicate", "summed")),
-    *(_full(n, p) for n in ("llama", "gemma3_text", "mixtral", "deepseek_v3", "qwen3_moe", "gpt_neox") for p in PLANS),
+    *(_full(n, p) for n in ("llama", "gemma3_text", "mixtral", "deepseek_v3", "olmoe") for p in (*PLANS, "tp")),
 ]  # fmt: skip
 
 
@@ -65,7 +72,7 @@ RIGHT = [
 def test_what_is_right_is_equal(name: str, plan: str) -> None:
     step, args = _step(name)
     before = [p.detach().clone() for p in args[0].parameters()]
-    comparison = ws.compare(step, args, *PLANS[plan])
+    comparison = ws.compare(step, args, *_plan(plan, args))
     assert comparison.equal, comparison
     assert comparison.compared > 0.8 * comparison.tensors, comparison
     assert all(map(torch.equal, before, args[0].parameters()))

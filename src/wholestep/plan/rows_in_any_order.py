@@ -136,7 +136,7 @@ def _shared(decisions: Mapping[str, Decision], graph: TrainGraph) -> dict[str, s
         if any(axis in o.shard_axes() for axis in at.operands[0].varies for o in at.operands)
     ]
     axes = {name: {*at.outputs[0].varies}.difference(*(o.varies for o in at.operands)) for name, at in known.items()}
-    shared = [name for name, at in known.items() if axes[name] or any(at.operands[0].dims)]
+    shared = [name for name, at in known.items() if axes[name] or any(at.operands[0].dims[:1])]
     return {name: min(axes[name], default="") for name in (*shared, *own)}
 
 
