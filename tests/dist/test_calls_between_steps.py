@@ -296,3 +296,21 @@ def _elsewhere(rank: int, world: int) -> None:
 def test_a_parameter_is_elsewhere_or_gone() -> None:
     """A module makes its weight of it, or has none any more: the step is captured again."""
     run_ranks(_elsewhere, 2)
+
+
+def _updates(rank: int, world: int, style: str) -> None:
+    both = Both(rank, world, ws.DataParallel(style))  # type: ignore[arg-type]
+    both.train()
+    updates = [torch.compile(o.step, backend="eager") for o in (both.optimizer, both.its_optimizer)]
+    for _ in range(2):
+        both.train()
+        for model, update in zip((both.model, both.oracle), updates, strict=True):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            update()
+        both.compare()
+
+
+@pytest.mark.parametrize("style", ["zero1", "fully_shard"])
+def test_an_update_between_steps_may_be_compiled_by_torch(style: str) -> None:
+    run_ranks(_updates, 2, style)

@@ -72,6 +72,7 @@ Each entry: the name (first torch version), its purpose; the public API that wou
 - _dynamo.lookup_backend (2.0), _inductor.list_mode_options (2.0): inner backends by name, with options; torch.compile
   of a subgraph.
 - _dynamo.config.optimize_ddp (2.0): disables torch's DDP splitter in favour of ours; an attribute of the backend.
+- _dynamo.trace_rules.add (2.2): torch.compile leaves the code of a sharded parameter out; a public decorator of files.
 - DistributedDataParallel._get_active_ddp_module (1.13), _has_rebuilt_buckets (1.13), and in torch.distributed
   _DEFAULT_FIRST_BUCKET_BYTES (1.8): the running DDP model, the state of its buckets, its first cap; properties.
 - _guards.TracingContext, tracing (2.0): compiles each part of a split graph in its own context, and returns fakes with

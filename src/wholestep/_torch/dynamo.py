@@ -8,6 +8,7 @@ import copy
 # pyright: reportPrivateUsage=false
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar, cast
 
 import torch
@@ -43,6 +44,14 @@ def disable_torch_splitter() -> bool:
         return False
     config.optimize_ddp = False
     return True
+
+
+@cache
+def leave_uncompiled(package: str) -> None:
+    """Make torch.compile run the code of a package as it is: it cannot trace what reads the local part of a tensor."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(package)
 
 
 def split_by_torch() -> bool:

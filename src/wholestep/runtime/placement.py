@@ -191,6 +191,7 @@ def gather_before_eager_step(optimizer: Optimizer) -> None:
                 entry[key] = value
 
     optimizer.register_step_pre_hook(gather)
+    _torch.leave_uncompiled("wholestep._torch")
 
 
 def place_entry(entry: dict[str, Any], number: int, label: str, owner: str, plan: Plan, world: World) -> None:
