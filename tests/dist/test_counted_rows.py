@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholestep as ws
 from tests.dist.launch import run_ranks
 from tests.unit.test_counted_rows import (
+    Picks,
     deepseek,
     detection,
     experts_by_name,
@@ -27,9 +28,18 @@ from tests.unit.test_replacements import matched, with_scipy
 ROWS = 10
 
 
+def kinds_of_picked(m: Picks, h: Tensor) -> Tensor:
+    """Rows of a batch, whose kinds are counted: a rank may have none."""
+    rows = h[h[:, 0] > 0]
+    ids = (rows[:, 1].detach() * 4).long().clamp(-5, 5) + 5
+    kinds, numbers = torch.unique(ids, return_counts=True)
+    bins = torch.bincount(ids, minlength=12)[:, None]
+    return m.out(h).square().mean() + (m.words(kinds) * numbers[:, None]).sum() + (m.words.weight * bins).sum()
+
+
 def beside_ddp(rank: int, world: int, style: str) -> None:
     torch.set_default_dtype(torch.float64)
-    for body in (litgpt, detection, split_by_counts):
+    for body in (litgpt, detection, kinds_of_picked, split_by_counts):
         (ours, optimizer), (plain, other) = made(body)(), made(body)()
         step = ws.compile(train, parallel=ws.DataParallel(style))
         ddp = DistributedDataParallel(plain, find_unused_parameters=True)

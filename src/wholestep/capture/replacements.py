@@ -265,7 +265,7 @@ def fixed_sizes(
         return aten.index.Tensor(x, places)
 
     def bincount(x: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
-        fewest = value_of((x.max() if x.numel() else x.sum() - 1).clamp(min=minlength - 1) + 1)
+        fewest = value_of((x.sum() - 1 if _is_empty(x) else x.max()).clamp(min=minlength - 1) + 1)
         if fewest is not None:
             with _torch.outside_of_trace():
                 size = int(fewest)
@@ -281,7 +281,7 @@ def fixed_sizes(
     def unique_consecutive(x: Tensor, inverse: bool = False, counts: bool = False, dim: int | None = None) -> Any:
         flat = x.reshape(-1)
         begins = torch.cat([torch.ones_like(flat[:1], dtype=torch.bool), flat[1:] != flat[:-1]])
-        positions = nonzero(begins) if x.numel() and (dim is None or x.dim() == 1) else NotImplemented
+        positions = NotImplemented if _is_empty(x) or (dim is not None and x.dim() != 1) else nonzero(begins)
         if positions is NotImplemented:
             return NotImplemented
         first, end = cast(Tensor, positions[:, 0]), flat.new_full((1,), x.numel(), dtype=torch.int64)
@@ -304,6 +304,11 @@ def fixed_sizes(
         aten._ctc_loss.Tensor: _ctc_loss,
         aten._ctc_loss.default: _ctc_loss,
     }
+
+
+def _is_empty(x: Tensor) -> bool:
+    """Whether a tensor has no elements in each call: of rows that are counted, this would be a question."""
+    return not isinstance(cast(object, x.numel()), torch.SymInt) and not x.numel()
 
 
 def _is_mask(index: Tensor | None) -> bool:
