@@ -1,6 +1,7 @@
 """`ContextParallel` on gloo ranks: sequences given whole or in pieces, of lengths that change, against one device."""
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -74,13 +75,13 @@ def test_lengths_that_change(method: str, inputs: str) -> None:
 
 
 def _two_axes(rank: int, world: int) -> float:
-    """Each pair of ranks has a batch of its own, and averages gradients with the other pair, as under DDP."""
+    """Each pair of ranks has a batch of its own, of other rows, and averages gradients with the other pair, as DDP."""
     model, optimizer, other, plain = _setup()
     parallel = [ws.DataParallel("fully_shard", axis="dp"), ws.ContextParallel(method="heads")]
     step = ws.compile(of_tokens, mesh="dp=2,cp=2", parallel=parallel)
     worst = 0.0
     for call in range(3):
-        batches = [_batch(10 * call + pair, 2, 8) for pair in range(2)]
+        batches = [_batch(10 * call + pair, 2 + pair, 13) for pair in range(2)]
         loss = step(model, optimizer, *batches[rank // 2])
         plain.zero_grad()
         losses = [next_token(other, *batch) for batch in batches]
@@ -93,6 +94,22 @@ def _two_axes(rank: int, world: int) -> float:
 
 def test_data_parallel_pairs() -> None:
     assert max(run_ranks(_two_axes, 4)) < 1e-12
+
+
+def _other_rows(rank: int, world: int) -> str:
+    """Each pair has other rows in each call; in the second one, rank 1 has others than rank 0."""
+    model, optimizer, _, _ = _setup()
+    parallel = [ws.DataParallel("fully_shard", axis="dp"), ws.ContextParallel(method="heads")]
+    step = ws.compile(of_tokens, mesh="dp=2,cp=2", parallel=parallel)
+    for call, rows in ((0, (2, 2, 3, 3)), (1, (4, 5, 2, 2))):
+        with pytest.raises(RankMismatchError) if call else nullcontext() as caught:
+            step(model, optimizer, *_batch(call, rows[rank], 13))
+    return str(caught.value)
+
+
+def test_ranks_of_a_pair_with_other_rows_are_refused() -> None:
+    for text in run_ranks(_other_rows, 4):
+        assert "rank 0 and rank 1 compiled different programs" in text or "rank 1 and rank 0" in text, text
 
 
 def _other_batch(rank: int, world: int) -> str:

@@ -313,7 +313,7 @@ class Rendezvous:
         if our_group[1][0] == self.rank:
             put(self.store, f"{label}/lines/{our_group[0]}", (here.lines, sections.get(USER_LINES, here).lines))
         ours, theirs = (self._lines(f"{label}/lines/{fingerprint}") for fingerprint, _ in (our_group, their_group))
-        if section in (LAYOUTS, GRAPH):
+        if section.startswith((LAYOUTS, GRAPH)):
             inside = self.rank in our_group[1]
             rank, where = (self.rank, here.where) if inside else (our_group[1][0], None)
             return other_program(rank, ours, their_group[1][0], theirs, section, where)

@@ -303,7 +303,8 @@ class Compiler:
         with self.stages.stage("partition"):
             local = self._lowered(captured.graph, planned)
             dump.write("3-local-graph", local)
-        return RankProgram(captured, planned, local, local, tuple(program_lines(local, planned)))
+        lines, shared = program_lines(local, planned), program_lines(local, planned, shared=True)
+        return RankProgram(captured, planned, local, local, lines, shared)
 
     def _lowered(self, graph: TrainGraph, planned: Plan) -> LocalGraph:
         """The program of a plan. Stages keep the order of their first program that has the same blocks, as they have to

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import metadata
+from itertools import product
 from typing import Any, cast
 
 import torch
@@ -54,7 +55,7 @@ _SHOWN = 4
 @dataclass(frozen=True)
 class RankProgram:
     """The captured step, its plan and the program of the rank; `before` is the program before passes. Ranks compare
-    `lines`, and know it as `compared`.
+    `shared`, lines without the sizes of other ranks' batches, and know them as `compared`.
     """
 
     capture: Capture
@@ -62,6 +63,7 @@ class RankProgram:
     local: LocalGraph
     before: LocalGraph
     lines: tuple[str, ...]
+    shared: tuple[str, ...]
     compared: str = ""
 
 
@@ -82,7 +84,7 @@ class ConsistencyCheck:
     which: str
     round: int = 0
     before: tuple[str, Capture] | None = None
-    _agreed: dict[str, None] = field(default_factory=dict[str, None])
+    _agreed: dict[str, str] = field(default_factory=dict[str, str])
     _options: set[str] = field(default_factory=set[str])
     _assumptions: list[list[Assumption]] = field(default_factory=list[list[Assumption]])
 
@@ -98,7 +100,7 @@ class ConsistencyCheck:
 
     def knows(self, compared: str) -> bool:
         """True while ranks remember to have compared a program."""
-        return compared in self._agreed
+        return compared in self._agreed.values()
 
     def forget(self) -> None:
         """Ranks, all of them, compare what they compile next."""
@@ -130,23 +132,24 @@ class ConsistencyCheck:
         state = program.capture.state
         baked, numbers = option_lines(state, program.capture.hypers, program.capture.effects.group_options())
         settings = {VERSIONS: Section.of(versions()), STEP: Section.of([self.which, *step_lines(self.options)])}
-        rests = {LAYOUTS: Section.of(program.lines), MEMBERS: Section.of(member_lines(state))}
-        key = digest([section.fingerprint for section in (*settings.values(), *rests.values())])
+        rests = {LAYOUTS: Section.of(program.shared), MEMBERS: Section.of(member_lines(state))}
+        compared = digest([section.fingerprint for section in (*settings.values(), *rests.values())])
+        key = digest([compared, *program.lines])
         is_known = any(all(assumption.holds for assumption in assumptions) for assumptions in self._assumptions)
         if key in self._agreed and self._options.issuperset(baked) and is_known:
-            return replace(program, compared=key)
+            return replace(program, compared=compared)
         options = {OPTIMIZERS: Section.of(baked), NUMBERS: Section.of([*numbers, *state_lines(state)])}
         graphs = graph_sections(program.capture, self.world.device)
         call, news = call_fingerprint(inputs, program.capture), self._news(graphs[USER_LINES].lines)
-        causes_first = {**settings, **options, **rests, **graphs}
+        causes_first = {**settings, **options, **rests, **_sizes(program, self.world.coordinate), **graphs}
         calls = self._compare(causes_first, call=call, news=news)
         if calls.first_other:
             reads = bool(program.capture.values and program.capture.values.reads)
             self._for_first_call(graphs if calls.same else None, inputs, reads, recapture)
-        self._remember(key)
+        self._remember(key, compared)
         self._options.update(baked)
         self._assumptions = [*self._assumptions[1 - TUNING.kept_comparisons :], _read_outside(program.capture, inputs)]
-        return replace(program, compared=key)
+        return replace(program, compared=compared)
 
     def _news(self, lines: Sequence[str]) -> str:
         if self.before is None:
@@ -154,8 +157,8 @@ class ConsistencyCheck:
         why, last = self.before
         return why + parting(lines, meta.lines_in_order(last.traced.graph), f"rank {self.world.rank}", "earlier calls")
 
-    def _remember(self, compared: str) -> None:
-        self._agreed[compared] = None
+    def _remember(self, key: str, compared: str = "") -> None:
+        self._agreed[key] = compared or key
         for oldest in list(self._agreed)[: -TUNING.kept_comparisons]:
             del self._agreed[oldest]
 
@@ -233,25 +236,46 @@ def cache_line(options: StepOptions) -> str:
     return f"compile cache{SEPARATOR}{'compile cache on' if options.cache else 'off'}"
 
 
-def program_lines(local: LocalGraph, plan: Plan) -> list[str]:
-    """Storage layouts of the state, every collective in order, and what is updated: not by the size of the batch."""
+def _with_other_batches(plan: Plan) -> list[str]:
+    """Axes along which each rank has a batch of its own."""
+    layouts = [plan.storage[i.name] for i in plan.inputs if i.role is Role.BATCH]
+    return sorted({axis for layout in layouts for axis in layout.varies if plan.mesh.axis_size(axis) > 1})
+
+
+def _sizes(program: RankProgram, coordinate: Mapping[str, int]) -> dict[str, Section]:
+    """A section for the ranks of each batch, with its sizes: UNKNOWN for those of others."""
+    axes, mesh = _with_other_batches(program.plan), program.plan.mesh
+    own, sections = tuple(coordinate[axis] for axis in axes), dict[str, Section]()
+    for at in product(*(range(mesh.axis_size(axis)) for axis in axes)) if program.shared != program.lines else ():
+        where = ", ".join(f"{axis}={number}" for axis, number in zip(axes, at, strict=True))
+        sections[f"{LAYOUTS} at {where}"] = Section.of(program.lines) if at == own else Section(UNKNOWN)
+    return sections
+
+
+def program_lines(local: LocalGraph, plan: Plan, shared: bool = False) -> tuple[str, ...]:
+    """Storage layouts of the state, every collective in order, and what is updated: not by the size of the batch. With
+    `shared`, without sizes of what ranks exchange that share a batch, where others have batches of their own.
+    """
     lines = [f"mesh {plan.mesh.of_ranks}; {plan.strategy}"]
     for i in plan.inputs:
         if i.role in (Role.PARAM, Role.STATE, Role.BUFFER, Role.GRAD):
             lines.append(
                 f"{i.role.value} {i.name}: {short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]"
             )
+    apart = _with_other_batches(plan)
     for node, times in with_bodies(local.graph):
         if communicates(node):
             tensors = [source for operand in operands(node) if (source := meta.tensor(operand)) is not None]
             counted = any(isinstance(argument, Node) for argument in node.args[1:])  # rows, while it runs
-            shapes = ", ".join(f"{short_dtype(tensor.dtype)}{list(tensor.shape[counted:])}" for tensor in tensors)
+            sized = not (shared and apart) or node.args[-1] in apart
+            sizes = (str(list(tensor.shape[counted:])) if sized else "" for tensor in tensors)
+            shapes = ", ".join(f"{short_dtype(t.dtype)}{size}" for t, size in zip(tensors, sizes, strict=True))
             rest = ", ".join(str(argument) for argument in node.args[1:-1] if not isinstance(argument, (Node, list)))
             often = f", {times} times" if times > 1 else ""
             lines.append(f"collective {op_name(node)} of {shapes} over {node.args[-1]} ({rest}){often}")
     buffers = {i.name for i in plan.inputs if i.role is Role.BUFFER}  # of each rank, under per-rank semantics
     updated = {out.target for out in local.outputs if out.kind == "update"}
-    return lines + [f"update of {name}" for name in sorted(updated - buffers)]
+    return (*lines, *(f"update of {name}" for name in sorted(updated - buffers)))
 
 
 def option_lines(
