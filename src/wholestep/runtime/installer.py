@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 import torch
 from torch.optim import Optimizer
@@ -32,7 +32,7 @@ from .consistency import RankProgram
 from .failed_call import mark_torn, params_of, refuse_torn
 from .finalize import bound_to_rank
 from .guards import Guards
-from .placement import Primed, gather_before_eager_step, place
+from .placement import Primed, gather_before_eager_step, place, place_loaded
 from .program import Program
 from .progress import Stages
 from .random_state import SharedRng, draws_random
@@ -53,6 +53,9 @@ class Installer:
         self._rng: SharedRng | None = None
         self._check: ReplicaCheck | None = None
 
+    def _place_loaded(self, optimizer: Optimizer) -> None:
+        place_loaded(optimizer, *self._rests)
+
     def place(self, program: RankProgram, inputs: StepInputs, world: World, strategies: Strategies) -> Program:
         """Move the state to where the plan says, and take the guards of the call; `finish` makes what it runs."""
         state, offload = program.capture.state, self._options.capture.offload
@@ -65,9 +68,9 @@ class Installer:
             if world.devices is not None or offload is not None:
                 gather_before_eager_call(state.modules, timeout_s, world.device if offload else None)
             for optimizer in set(state.optimizers.values()) - set(self._optimizers):
-                gather_before_eager_step(optimizer)
+                gather_before_eager_step(optimizer, WeakMethod(self._place_loaded))
                 self._optimizers.add(optimizer)
-            self.state = state
+            self.state, self._rests = state, (state, program.plan, world)
             guards = Guards(program.capture, inputs, world.device)
             shard = None
             if guards.sizes is not None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
+from weakref import WeakMethod
 
 import torch
 import torch.distributed as dist
@@ -175,14 +176,27 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool, primed: Pri
                 place_entry(optimizer.state.get(param, {}), o, label, name, plan, world)
 
 
-def gather_before_eager_step(optimizer: Optimizer) -> None:
-    """From now on, an eager `optimizer.step()` finds state laid out as its parameter; the next call shards it again. A
-    step without gradients updates nothing: libraries count steps by it.
+def place_loaded(optimizer: Optimizer, state: StepState, plan: Plan, world: World) -> None:
+    """Put state of sharded parameters where the plan says: what was loaded since the last call may be whole."""
+    number = next((i for i, other in enumerate(state.optimizers.values()) if other is optimizer), -1)
+    for name, held in state.params.items():
+        if number >= 0 and isinstance(held.tensor, DTensor) and (entry := optimizer.state.get(held.tensor)):
+            place_entry(entry, number, [*state.optimizers][number], name, plan, world)
+            for key, value in (flat := Entry(entry)).leaves().items():
+                if type(value) is Tensor and value.dim() and value.shape == held.tensor.shape:  # the plan has it whole
+                    flat[key] = shard(value, dtensor.layout_of(held.tensor, world.mesh), world)
+
+
+def gather_before_eager_step(optimizer: Optimizer, placing: WeakMethod[Callable[[Optimizer], None]]) -> None:
+    """From now on, an eager `optimizer.step()` finds state laid out as its parameter, whoever has put it there; the
+    next call shards it again. A step without gradients updates nothing: libraries count steps by it.
     """
 
     def gather(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if all(param.grad is None for group in optimizer.param_groups for param in group["params"]):
             return
+        if (place_state := placing()) is not None:
+            place_state(optimizer)
         entries = cast(dict[Any, Any], optimizer.state).items()
         for param, entry in [(p, Entry(entry)) for p, entry in entries if isinstance(p, DTensor)]:
             for key, value in entry.leaves().items():
