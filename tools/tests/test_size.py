@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.size import held
+
 TOOL = Path(__file__).resolve().parents[2] / "tools" / "size.py"
 EXAMPLE = '''"""Module text
 on two lines."""
@@ -78,3 +80,12 @@ def test_limits(tmp_path: Path, source: str, status: int, said: str) -> None:
 
 def test_empty_folder_is_an_error(tmp_path: Path) -> None:
     assert _run(tmp_path).returncode == 1
+
+
+def test_each_room_has_a_budget_of_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "plan").mkdir()
+    (tmp_path / "a.py").write_text("x = 1\n")
+    (tmp_path / "plan" / "b.py").write_text("x = 1\n" * 3)
+    assert held(tmp_path, {"": 1, "plan": 3}, brief=True) == 0
+    assert held(tmp_path, {"": 2, "plan": 2}, brief=True) == 1
+    assert "     3  plan  TOO LONG (limit 2)" in capsys.readouterr().out.splitlines()
