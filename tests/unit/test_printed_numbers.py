@@ -15,7 +15,7 @@ from wholestep.report.figures import Figures, count
 
 SOURCES = Path(ws.__file__).parent
 PRINTS_EXPONENTS = {  # differences of values, for which an exponent says most, and what is cut to three digits before
-    "checkpoint/contents.py", "rules/testing/harness.py", "graph/text.py",
+    "checkpoint/contents.py", "rules/testing/harness.py", "graph/text.py", "proof/compare_values.py",
 }  # fmt: skip
 PRINTS_BYTES = {"planner/search_result.py"}  # `memory_bytes=` of a call, to be copied
 POWERS = [power / 4 for power in range(72)]

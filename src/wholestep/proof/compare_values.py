@@ -35,6 +35,10 @@ _SHOWN = 5
 class Parted:
     """A tensor that differs by more than rounding, though nothing that it is computed from does. `difference` and
     `rounding` are shares of its norm.
+
+    Example:
+        >>> for parted in ws.compare(train_step, (model, optimizer, batch), "dp=4").parted:
+        ...     print(parted.module, parted.line)
     """
 
     call: int
