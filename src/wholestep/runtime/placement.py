@@ -179,12 +179,15 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool, primed: Pri
 def place_loaded(optimizer: Optimizer, state: StepState, plan: Plan, world: World) -> None:
     """Put state of sharded parameters where the plan says: what was loaded since the last call may be whole."""
     number = next((i for i, other in enumerate(state.optimizers.values()) if other is optimizer), -1)
-    for name, held in state.params.items():
-        if number >= 0 and isinstance(held.tensor, DTensor) and (entry := optimizer.state.get(held.tensor)):
-            place_entry(entry, number, [*state.optimizers][number], name, plan, world)
-            for key, value in (flat := Entry(entry)).leaves().items():
-                if type(value) is Tensor and value.dim() and value.shape == held.tensor.shape:  # the plan has it whole
-                    flat[key] = shard(value, dtensor.layout_of(held.tensor, world.mesh), world)
+    names = {(id(where), key): name for name, held in state.params.items() for where, key in held.places}
+    for params in [group["params"] for group in optimizer.param_groups if number >= 0]:
+        for at, param in enumerate(params):
+            name, entry = names.get((id(params), at)), optimizer.state.get(param)
+            if name is not None and entry and isinstance(param, DTensor):
+                place_entry(entry, number, [*state.optimizers][number], name, plan, world)
+                for key, value in (flat := Entry(entry)).leaves().items():
+                    if type(value) is Tensor and value.dim() and value.shape == param.shape:  # the plan has it whole
+                        flat[key] = shard(value, dtensor.layout_of(param, world.mesh), world)
 
 
 def gather_before_eager_step(optimizer: Optimizer, placing: WeakMethod[Callable[[Optimizer], None]]) -> None:
