@@ -141,6 +141,25 @@ def test_a_learning_rate_that_is_a_tensor(change: Callable[[Any], None], name: s
     assert compiled.captures == (2 if change is _anew else 1)
 
 
+def test_a_schedule_in_the_step_of_a_learning_rate_that_is_a_tensor() -> None:
+    """Traced again, the step has another rate among the tensors that no op reads."""
+
+    def step(model: nn.Module, optimizer: Optimizer, schedule: Any, x: Tensor, y: Tensor) -> Tensor:
+        loss = train(model, optimizer, x, y)
+        schedule.step()
+        return loss
+
+    runs: list[tuple[list[Tensor], float]] = []
+    for function in (step, ws.compile(step, verify=True)):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 3).double()
+        optimizer = torch.optim.SGD(model.parameters(), torch.tensor(0.1))
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        losses = [function(model, optimizer, schedule, x, y) for x, y in CALLS]
+        runs.append((losses, float(optimizer.param_groups[0]["lr"])))
+    torch.testing.assert_close(*runs, rtol=1e-12, atol=0)
+
+
 @pytest.mark.parametrize("key", ["betas", "weight_decay", "eps", "amsgrad"])
 def test_changed_options_never_run_a_stale_graph(key: str) -> None:
     later = {"betas": (0.5, 0.6), "weight_decay": 0.3, "eps": 1e-3, "amsgrad": True}[key]

@@ -209,7 +209,7 @@ def _with(fault: str) -> Callable[..., Any]:
 EDITED = {  # where it is seen first
     "": "", "a wrong scale": "/ (16 if", "a transposed mask": "masked_fill", "bfloat16": "weights @ v",
     "other random numbers": "self.drop", "a stale buffer": "norm.running_mean", "a summed loss": "cross_entropy",
-    "another norm": "clip_grad_norm_", "a lost gradient": "words.weight  is changed in",
+    "another norm": "clip_grad_norm_", "a lost gradient": "words.weight  update  in",
 }  # fmt: skip
 
 
@@ -241,6 +241,106 @@ def test_an_edited_step_is_compared_with_the_other() -> None:
     assert "weights @ v" in comparison.parted[0].line
 
 
+class Attention(nn.Module):
+    """Calls a kernel of attention, which torch counts among the random ops whatever its dropout is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.qkv, self.out = nn.Embedding(30, 16), nn.Linear(16, 48), nn.Linear(16, 30)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.unflatten(-1, (2, 8)).transpose(1, 2) for each in self.qkv(self.words(x)).split(16, -1))
+        heads = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(self.drop(heads.transpose(1, 2).flatten(2)))
+
+
+def _attend(model: Any, optimizer: Any, x: Tensor, y: Tensor) -> Tensor:
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def _attention() -> tuple[Any, ...]:
+    torch.manual_seed(0)
+    model = Attention()
+    return model, torch.optim.AdamW(model.parameters()), torch.randint(30, (4, 8)), torch.randint(30, (4, 8))
+
+
+def _exchanged(local: ws.LocalGraph) -> ws.LocalGraph:
+    graph = copy_graph(local.graph)
+    for node in graph.nodes:
+        if "scaled_dot_product" in node.name and "backward" not in node.name and len(node.args) > 3:
+            node.args = (node.args[1], node.args[0], *node.args[2:])
+    return replace(local, graph=graph)
+
+
+ATTENTION: list[tuple[str, Any]] = [
+    ("dp=2", GLOBAL),
+    ("cp=2", ws.ContextParallel(axis="cp", method="ring")),
+    ("cp=2", ws.ContextParallel(axis="cp", method="gather", balance=True)),
+    ("dp=2", [ws.DataParallel(axis="dp"), ws.MicroBatches(2)]),
+]
+
+
+@pytest.mark.parametrize(("mesh", "parallel"), ATTENTION, ids=["dp", "ring", "balanced", "micro-batches"])
+def test_kernels_of_attention_are_compared(mesh: str, parallel: Any) -> None:
+    stream = torch.get_rng_state()
+    comparison = ws.compare(_attend, _attention(), mesh, parallel)
+    assert comparison.equal, comparison
+    if parallel is GLOBAL:
+        torch.set_rng_state(stream)
+        args = _attention()
+        before = torch.get_rng_state()
+        comparison = ws.compare(_attend, args, mesh, parallel, passes=(*ws.default_passes(), _exchanged))
+        assert "scaled_dot_product" in comparison.parted[0].op, comparison
+        assert torch.equal(before, torch.get_rng_state()), "random numbers go on as before"
+
+
+class Buffers(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.inner, self.kind = nn.Linear(6, 4), kind
+        for name in ("first", "second"):
+            self.register_buffer(name, torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.inner(x)
+        low, high = h.tanh().detach(), h.exp().detach()
+        self.first.copy_(high if self.kind == "exchanged" else low)  # type: ignore[operator]
+        self.second.copy_(low if self.kind == "exchanged" else high)  # type: ignore[operator]
+        return h.sigmoid() if self.kind == "another result" else h.softmax(-1)
+
+
+@pytest.mark.parametrize("kind", ["", "exchanged", "another result"])
+def test_what_a_call_leaves_and_returns_is_compared(kind: str) -> None:
+    """No op differs where buffers take each other's values; the last op has no partner where it is another one."""
+
+    def evaluate(model: Any, x: Tensor) -> Tensor:
+        model.kind, before = kind, model.kind
+        result = model(x)
+        model.kind = before
+        return result
+
+    def plain(model: Any, x: Tensor) -> Tensor:
+        return model(x)
+
+    comparison = ws.compare(evaluate, (Buffers(""), torch.randn(3, 6)), against=plain, calls=1)
+    names = [parted.module for parted in comparison.parted]
+    assert names == {"": [], "exchanged": ["first", "second"], "another result": ["0"]}[kind], comparison
+
+
+@pytest.mark.parametrize("semantics", ["per_rank", "global"])
+def test_values_that_are_not_finite_are_those_of_ranks(semantics: Any) -> None:
+    step, (model, optimizer, batch) = _step("tokens")
+    with torch.no_grad():
+        next(iter(model.parameters()))[0].fill_(float("nan"))
+    comparison = ws.compare(step, (model, optimizer, batch), "dp=2", ws.DataParallel("replicate", semantics=semantics))
+    assert comparison.equal, comparison
+
+
 def test_parts_add_up_to_the_tensor() -> None:
     mesh, shape = ws.Mesh("dp=2,tp=3"), (7, 6, 4)
     value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -266,6 +366,14 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Any) -> None:
         ws.compare(step, args, parallel=GLOBAL)
     with pytest.raises(ws.PlanError, match="batches= has 2 entries"):
         ws.compare(step, args, "dp=2", batches=[args, args])
+    with pytest.raises(ws.PlanError, match="other tensors than args"):
+        ws.compare(step, args, "dp=2", batches=[args[:2]])
+    with pytest.raises(ws.PlanError, match="calls=0"):
+        ws.compare(step, args, calls=0)
+    with pytest.raises(ws.PlanError, match="the function itself"):
+        ws.compare(ws.compile(step), args)
+    with pytest.raises(ws.PlanError, match="save one without a mesh"):
+        ws.compare(step, args, "dp=2", calls=1).save(str(tmp_path / "plan.json"))
     with pytest.raises(ws.PlanError, match="stages"):
         ws.compare(step, args, "pp=2", ws.Pipeline(micro_batches=2))
     path = tmp_path / "record.json"

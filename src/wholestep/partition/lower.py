@@ -189,7 +189,7 @@ class _Lowering:
             new = self._resharded(node_at(node, 0), decision.operands[0], region)
         else:
             new = self._call(node, decision, region)
-        meta.set_computes(new, tuple((node.name, index) for index in range(len(decision.outputs))))
+        meta.set_computes(new, self._computed(node, len(decision.outputs)))
         self.at[key], self.layouts[node] = new, decision.outputs
         if node in self.regions.on_demand:
             self._note_regathered(new, node, region)
@@ -198,6 +198,14 @@ class _Lowering:
             self.layouts[node] = (decision.reshards_to,)
         else:
             self._start_reductions(node)
+
+    def _computed(self, node: Node, outputs: int) -> meta.Outputs | None:
+        """Which outputs of the plan the local node of `node` has; those of queries in another order come with items."""
+        if self.balanced.queries(node) or self.rings.ring(node) is not None:
+            return None
+        is_item = _torch.is_getitem(node.target)
+        source, first = (node_at(node, 0), meta.picked(node).start) if is_item else (node, 0)
+        return tuple((source.name, index) for index in range(first, first + outputs))
 
     def _call(self, node: Node, decision: Decision, region: int) -> Node:
         segment = region if node in self.regions.on_demand else self.regions.segment.get(node, 0)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..graph.graph import LocalGraph
-from ..graph.meta import one_tensor
+from ..graph.meta import one_tensor, set_computes
 from ..graph.nodes import add_call, node_at
 from ..graph.op_kinds import BUCKET_COPIES, FREE, PRODUCTS, WRITES_A_PART, priced_like
 from ..graph.storage import shares
@@ -72,6 +72,7 @@ def _scale(graph: Graph, by: Node, scale: float) -> bool:
     operand = node_at(by, 0)
     if operand.target is aten.mm.default and len(operand.users) == 1:
         operand.target, operand.args = part_of_average, (*operand.args, scale)
+        set_computes(operand, None)
     else:
         with graph.inserting_before(by):
             by.update_arg(0, add_call(graph, aten.mul.Tensor, (operand, scale), one_tensor(operand), operand))

@@ -24,6 +24,7 @@ from ..plan.plan import Plan
 from ..plan.strategy import Strategy
 from ..planner.resolve import plan as make_plan
 from ..runtime.placement import Primed, find_input
+from ..runtime.step import CompiledStep
 from .on_ranks import Far, Key, PlanOnRanks, put_state
 from .one_device import ROUNDED, Devices, OpResult, Record
 from .sketch import distance
@@ -52,10 +53,9 @@ class Parted:
     where: str
 
     def __str__(self) -> str:
-        place = f"{self.phase} of call {self.call}: {self.module}  {self.op}  %{self.name} {self.where}"
-        return (
-            f"{place}\n    differs by {self.difference:.1e}, rounding is {self.rounding:.1e}\n    {self.line}".rstrip()
-        )
+        place = "  ".join(filter(None, (self.module, self.op, self.name and f"%{self.name}", self.where)))
+        numbers = f"differs by {self.difference:.1e}, rounding is {self.rounding:.1e}" if self.name else ""
+        return "\n    ".join(filter(None, (f"{self.phase} of call {self.call}: {place}", numbers, self.line)))
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,7 @@ class Comparison:
     compared: int
     tensors: int
     record: Record = field(repr=False)
+    has_plan: bool = field(default=False, repr=False)
 
     @property
     def equal(self) -> bool:
@@ -79,16 +80,19 @@ class Comparison:
         return not self.parted
 
     def save(self, path: str) -> None:
-        """Write what one device computes, for `compare(..., against=path)`. Raises PlanError: it cannot be written."""
+        """Write what one device computes, for `compare(..., against=path)`. Raises PlanError: it cannot be written, or
+        is beside a plan.
+        """
+        if self.has_plan:
+            raise PlanError("a comparison with a plan", "what one device computes", "save one without a mesh")
         self.record.save(path)
 
     def __str__(self) -> str:
-        calls = len(self.record.calls)
-        head = (
-            f"{self.title}, {calls} call{'s' if calls > 1 else ''}: {self.compared} of {self.tensors} tensors compared"
-        )
+        calls, count = len(self.record.calls), f"{self.tensors} tensors"
+        count = f"{self.compared} of {count} compared" if self.compared else count
+        head = f"{self.title}, {calls} call{'s' if calls > 1 else ''}: {count}"
         if self.equal:
-            return f"{head}, equal but for rounding"
+            return f"{head}, equal but for rounding" if self.compared else head
         lines = [f"{head}; they part at", *map(str, self.parted[:_SHOWN])]
         return "\n  ".join([*lines, *([f"and {len(self.parted) - _SHOWN} more"] if len(self.parted) > _SHOWN else [])])
 
@@ -126,21 +130,26 @@ def compare(
     """
     if mesh is None and parallel is not None:
         raise PlanError("parallel= without a mesh", "both or none", 'give a mesh, such as "dp=4"')
+    if calls < 1:
+        raise PlanError(f"calls={calls}", "one or more")
     run = _Run(train_step, tuple(args), options)
     plan = None if mesh is None else make_plan(run.capture.graph, mesh, parallel)
     comparison = run.compare(plan, [*batches], calls, passes)
     if against is None or not comparison.equal:
         return comparison
+    record = run.compare(None, [], calls, None).record if plan else comparison.record
     if isinstance(against, str):
-        return _beside(comparison.record, Record.load(against), against)
-    other = _Run(against, tuple(args), options).compare(None, [], calls, None)
-    return _beside(comparison.record, other.record, getattr(against, "__name__", "another step"))
+        return _beside(record, Record.load(against), against)
+    other = _Run(against, tuple(args), options).compare(None, [], calls, None).record
+    return _beside(record, other, getattr(against, "__name__", "another step"))
 
 
 class _Run:
     """A step that is captured, with its arguments."""
 
     def __init__(self, step: Callable[..., Any], args: tuple[Any, ...], options: CaptureOptions | None) -> None:
+        if isinstance(step, CompiledStep):
+            raise PlanError("the step is compiled", "the function itself", "compare what was given to compile")
         self.step, self.args = step, args
         self.capture: Capture = capture_step(step, args, {}, options)
         if self.capture.counts is not None:
@@ -150,6 +159,12 @@ class _Run:
         self, plan: Plan | None, batches: Sequence[Sequence[Any]], calls: int, passes: Sequence[Pass] | None
     ) -> Comparison:
         """Call it until tensors part. State that a call creates ends it too: another program follows."""
+        with torch.random.fork_rng():
+            return self._compare(plan, batches, calls, passes)
+
+    def _compare(
+        self, plan: Plan | None, batches: Sequence[Sequence[Any]], calls: int, passes: Sequence[Pass] | None
+    ) -> Comparison:
         graph, axes, title = self.capture.graph, list[str](), "one device"
         averages = plan is None or plan.strategies is None or plan.strategies.options.reduce == "mean"
         dtype = getattr(torch, plan.options.reduce_dtype) if plan and plan.options.reduce_dtype else None
@@ -170,16 +185,14 @@ class _Run:
         while len(record) < calls and not parted:
             results, outputs = devices.call()
             if ranks is not None:
-                distances, ends = ranks.call(results, devices.drawn, outputs[:count], graph)
+                distances = ranks.call(results, devices.drawn)
                 parted, compared = _first(len(record), results, distances), compared + len(distances)
-                by_name = {result.name: result for result in results}
-                at_end = [(by_name[name], far) for name, far in ends if name in by_name and not parted]
-                parted += [_parted(len(record), op, far) for op, far in at_end if op.parts_at(far[0])]
             record.append(tuple(results))
             if not {*updates} <= {spec.name for spec in graph.inputs}:
                 break
             put_state(devices.inputs, graph, outputs)
-        return Comparison(title, tuple(parted), compared, sum(map(len, record)), Record(tuple(record), updates))
+        tensors = sum(map(len, record))
+        return Comparison(title, tuple(parted), compared, tensors, Record(tuple(record)), plan is not None)
 
     def _batches(self, batches: Sequence[Sequence[Any]], count: int) -> list[dict[str, Tensor]]:
         """Tensors of the arguments of each device, by name."""
@@ -188,6 +201,9 @@ class _Run:
             call = take_apart((tuple(args), {}))
             named = zip(leaf_names(self.step, call.structure), call.leaves, strict=True)
             each.append({name: value.detach() for name, value in named if isinstance(value, Tensor)})
+        forms = [{name: (value.shape, value.dtype) for name, value in batch.items()} for batch in each]
+        if any(form != forms[0] for form in forms):
+            raise PlanError("batches= has other tensors than args", "the same names, shapes and dtypes", "correct it")
         if len(each) not in (1, count):
             needed = f"{count - 1}: the arguments of each other rank that has a batch of its own"
             raise PlanError(f"batches= has {len(batches)} entries", needed, "correct it, or leave it out")
@@ -258,10 +274,15 @@ def _beside(record: Record, other: Record, name: str) -> Comparison:
                 distances[key] = distance(op.sums_of_device(0), was.sums_of_device(0)), changed
                 precise[key] = replace(op, rounding=min(op.rounding, was.rounding))
         compared, parted = compared + len(distances), _first(call, list(precise.values()), distances)
+        parted += _only(call, ops, before, f"not in {name}") + _only(call, before, ops, f"in {name} alone")
         if parted:
             break
-    for target in sorted({*record.updates} ^ {*other.updates}):
-        change = f"is changed here, not in {name}" if target in record.updates else f"is changed in {name}, not here"
-        parted.append(Parted(0, "update", target, change, "", "", float("inf"), 0.0, ""))
     tensors = sum(len(ops) for ops, _ in calls)
     return Comparison(f"one device beside {name}", tuple(parted), compared, tensors, record)
+
+
+def _only(call: int, ops: Sequence[OpResult], others: Sequence[OpResult], where: str) -> list[Parted]:
+    """What a step returns or changes and the other does not, or in another shape."""
+    ends = {(op.name, op.shape) for op in others if op.op in ("result", "update")}
+    missing = [op for op in ops if op.op in ("result", "update") and (op.name, op.shape) not in ends]
+    return [Parted(call, op.phase, op.module, op.op, "", "", float("inf"), 0.0, where) for op in missing]

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..backend.rank_binding import bound_arguments
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import LocalGraph, TrainGraph
 from ..layout import Layout, cut
@@ -17,7 +18,7 @@ from ..mesh import TIME
 from ..plan.plan import Plan
 from .interpret import as_traced, run_all
 from .one_device import OpResult, cleared, flat
-from .sketch import distance, places_of, sums_of
+from .sketch import SUMS, distance, places_of, sums_of
 
 Key = tuple[str, int]
 Far = tuple[float, str]
@@ -28,30 +29,26 @@ class PlanOnRanks:
     """The ranks of a program; `inputs[rank]` are what a rank has, of the device whose number is `device(rank)`."""
 
     def __init__(self, plan: Plan, local: LocalGraph, axes: Sequence[str], inputs: Sequence[Sequence[Tensor]]) -> None:
-        self.plan, self.local, self.axes = plan, local, axes
-        layouts = [plan.storage[spec.name] for spec in local.inputs]
+        self.plan, self.local, self.axes, self.mesh = plan, local, axes, local.mesh
         self.inputs = [
-            [self._part(value, layout, rank) for value, layout in zip(inputs[self.device(rank)], layouts, strict=True)]
-            for rank in range(plan.mesh.size)
+            [self._part(each, at, rank) for each, at in zip(inputs[self.device(rank)], local.layouts, strict=True)]
+            for rank in range(self.mesh.size)
         ]
 
     def device(self, rank: int) -> int:
         """The number of the device whose batch a rank has."""
-        at, number = self.plan.mesh.coordinate(rank), 0
+        at, number = self.mesh.coordinate(rank), 0
         for axis in self.axes:
-            number = number * self.plan.mesh.axis_size(axis) + at[axis]
+            number = number * self.mesh.axis_size(axis) + at[axis]
         return number
 
     def _part(self, value: Tensor, layout: Layout, rank: int) -> Tensor:
         order = torch.contiguous_format if layout.is_sharded else torch.preserve_format
-        return cut(value, layout, self.plan.mesh, self.plan.mesh.coordinate(rank)).clone(memory_format=order)
+        return cut(value, layout, self.mesh, self.mesh.coordinate(rank)).clone(memory_format=order)
 
-    def call(
-        self, results: Sequence[OpResult], drawn: Mapping[str, Sequence[Any]], outputs: Sequence[Sequence[Any]],
-        graph: TrainGraph,
-    ) -> tuple[dict[Key, Far], list[tuple[str, Far]]]:  # fmt: skip
-        """How far results of ops are from those of devices in a call, which have `drawn` the random numbers; and, by
-        the name of their op, results of the step from `outputs`.
+    def call(self, results: Sequence[OpResult], drawn: Mapping[str, Sequence[Any]]) -> dict[Key, Far]:
+        """How far results of ops, and of the step, are from those of devices in a call, which have `drawn` the random
+        numbers. Raises PlanError: the program cannot run.
         """
         expected = {(result.name, result.index): result for result in results}
         distances = dict[Key, Far]()
@@ -72,23 +69,37 @@ class PlanOnRanks:
                     )
                     distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))
 
-        rows = run_all(self.local, self.inputs, bound_arguments, watch)
+        try:
+            rows = run_all(self.local, self.inputs, bound_arguments, watch)
+        except (RuntimeError, ValueError, IndexError) as error:
+            problem = f"the program of ranks raises {type(error).__name__}: {error}"
+            raise PlanError(problem, "passes that keep its numbers", "leave passes= out") from error
         put_state(self.inputs, self.local, rows)
-        ends = list[tuple[str, Far]]()
-        positions = [at for at, out in enumerate(self.local.outputs) if out.kind == "result"]
-        places = [(at, node) for at, (out, node) in enumerate(graph.results()) if out.kind == "result"]
-        for (place, node), position in zip(places, positions, strict=True):
-            if isinstance(node, Node) and node.name in self.plan.decisions:
-                values, sums = [row[position] for row in rows], [sums_of(row[place]) for row in outputs]
-                layout = Layout(((),) * values[0].dim(), (), self.plan.decisions[node.name].given[0].varies)
-                ends.append((node.name, self._far(sums, values, layout, outputs[0][place].shape) or (0.0, "")))
-        return {key: far for key, far in distances.items() if far[0] >= 0}, ends
+        places = {spec.name: place for place, spec in enumerate(self.local.inputs)}
+        returned = {out.target: place for place, out in enumerate(self.local.outputs) if out.kind == "result"}
+        for result in results:
+            if result.op == "update" and result.module in places:
+                values = [row[places[result.module]] for row in self.inputs]
+                self._note(result, values, self.local.layouts[places[result.module]], distances)
+            elif result.op == "result" and result.module in returned:
+                values = [row[returned[result.module]] for row in rows]
+                varies = [
+                    self.plan.decisions[name].given[0].varies for name in result.reads if name in self.plan.decisions
+                ]
+                layout = Layout(((),) * len(result.shape), (), varies[0] if varies else ())
+                self._note(result, values, layout, distances)
+        return {key: far for key, far in distances.items() if far[0] >= 0}
+
+    def _note(self, result: OpResult, values: Sequence[Tensor], layout: Layout, distances: dict[Key, Far]) -> None:
+        sums = [result.sums_of_device(number) for number in range(len(result.sums))]
+        key, far = (result.name, result.index), self._far(sums, values, layout, result.shape)
+        distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))
 
     def _drawn(self, node: Node, value: Any, drawn: Mapping[str, Sequence[Any]], rank: int) -> Any:
         """The random numbers of the device in place of those of a rank, if it has a part of them."""
         name = (meta.computes(node) or (("", 0),))[0][0]
         layouts, full = self.plan.decisions[name].outputs, flat(drawn[name][self.device(rank)])
-        if any(layout.partial or TIME in layout.axes for layout in layouts) or len(layouts) != len(full):
+        if any(layout.partial or TIME in layout.axes for layout in layouts) or len(flat(value)) != len(full):
             return value
         parts = [self._part(each, layout, rank) for each, layout in zip(full, layouts, strict=True)]
         if any(part.shape != each.shape for part, each in zip(parts, flat(value), strict=True)):
@@ -99,7 +110,7 @@ class PlanOnRanks:
         self, sums: Sequence[Tensor], values: Sequence[Tensor], layout: Layout, shape: Sequence[int]
     ) -> Far | None:
         """The largest distance of a tensor on ranks; None if these values are not in its layout."""
-        mesh, share, totals, devices = self.plan.mesh, 1.0, dict[str, Tensor](), dict[str, int]()
+        mesh, share, totals, devices = self.mesh, 1.0, dict[str, Tensor](), dict[str, int]()
         for axis, op in layout.partial:
             share /= mesh.axis_size(axis) if op == "avg" else 1
         is_known = {op for _, op in layout.partial} <= {"sum", "avg"} and TIME not in layout.axes
@@ -116,6 +127,8 @@ class PlanOnRanks:
             part = sums_of(value, shape, places_of(layout, shape, mesh, at)) * share
             totals[here] = totals[here] + part if here in totals else part
             devices[here] = 0 if joined & {*self.axes} else self.device(rank)
+        if layout.partial and any(bool(each[SUMS:].any()) for each in (*sums, *totals.values())):
+            return None  # of what is not finite, sums over ranks say little
         far, here = max((distance(total, sums[devices[at]]), at) for at, total in totals.items())
         return far, f"({layout.show(shape)}{here and ', ranks ' + here})"
 

@@ -6,7 +6,7 @@ With batches of their own, ranks are as many devices, whose gradients are added 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import TrainGraph
+from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import function_of, node_at
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.text import op_name
@@ -64,10 +64,9 @@ class OpResult:
 
 @dataclass(frozen=True)
 class Record:
-    """What the ops of a step compute on one device, call by call, and the state that a call changes."""
+    """What the ops of a step compute on one device, call by call, and at the end what a call returns and changes."""
 
     calls: tuple[tuple[OpResult, ...], ...]
-    updates: tuple[str, ...]
 
     def save(self, path: str) -> None:
         """Write a file. Raises PlanError: it cannot be written."""
@@ -107,20 +106,19 @@ class Devices:
         placeholders = [node for node in nodes if node.op == "placeholder"]
         envs: list[dict[Node, Any]] = [dict(zip(placeholders, row, strict=True)) for row in self.inputs]
         last_reader = {operand: reader for reader in nodes for operand in reader.all_input_nodes}
-        noise, streams, begin = (
-            torch.Generator().manual_seed(0),
-            [torch.get_rng_state()] * len(envs),
-            torch.get_rng_state(),
-        )
-        results, update = list[OpResult](), set[Node]()
+        noise, begin = torch.Generator().manual_seed(0), torch.get_rng_state()
+        streams = [begin] * len(envs)
+        results, roles = list[OpResult](), {node: spec.role for spec, node in self.graph.placeholders()}
+        update = {node for node, role in roles.items() if role in (Role.STATE, Role.HYPER)}
         for node in nodes[:-1]:
             if node.op == "call_function":
                 self._run(node, envs, streams)
             if node.target in COMPLETE or not update.isdisjoint(node.all_input_nodes):
                 update.add(node)
             if not _torch.is_getitem(node.target):
+                dtype = self.dtype if node.target is GRAD_READY else None
                 for env in envs[self.number :]:
-                    env[node] = _rounded(env[node], noise, self.dtype if node.target is GRAD_READY else None)
+                    env[node] = _rounded(env[node], noise, dtype)
                 if node.op == "call_function":
                     results += _results(node, envs, self.number, "update" if node in update else "")
             for operand in node.all_input_nodes:
@@ -129,6 +127,12 @@ class Devices:
                         del env[operand]
         torch.set_rng_state(begin)
         outputs = [[env[n] if isinstance(n, Node) else n for _, n in self.graph.results()] for env in envs]
+        for place, (out, node) in enumerate(self.graph.results()):
+            values = [row[place] for row in outputs]
+            if isinstance(values[0], Tensor):
+                is_state, reads = out.kind == "update", _sources([node] if isinstance(node, Node) else [])
+                names = (f"{out.kind} {out.target}", 0, "update" if is_state else "forward", out.target, out.kind, "")
+                results.append(_result(names, values, self.number, reads))
         return results, outputs
 
     def _run(self, node: Node, envs: Sequence[dict[Node, Any]], streams: list[Tensor]) -> None:
@@ -142,27 +146,40 @@ class Devices:
         for number, env in enumerate(envs):
             args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)
             torch.set_rng_state(streams[number])
-            env[node] = cleared(node, as_traced(node, function_of(node)(*args, **kwargs)))
-            streams[number] = torch.get_rng_state() if is_random(node) else streams[number]
-        if is_random(node):
-            self.drawn[node.name] = [env[node] for env in envs[: self.number]]
+            try:
+                env[node] = cleared(node, as_traced(node, function_of(node)(*args, **kwargs)))
+            except Exception as error:
+                problem = f"{op_name(node)} raises {type(error).__name__}: {error}"
+                raise PlanError(problem, "a step that runs on one device", "", meta.source_line(node)) from error
+            if is_random(node) and not torch.equal(streams[number], after := torch.get_rng_state()):  # attention may
+                streams[number] = after
+                self.drawn[node.name] = [*self.drawn.get(node.name, ()), env[node]] if number else [env[node]]
 
 
 def _results(node: Node, envs: Sequence[Mapping[Node, Any]], devices: int, phase: str) -> Iterator[OpResult]:
     is_gradient = node.target is GRAD_READY
     phase = "backward" if is_gradient or (meta.is_backward(node) and not phase) else phase or "forward"
     module, line = str(node.args[1]) if is_gradient else meta.module_path(node), meta.source_line(node)
-    items = [operand for operand in node.all_input_nodes if _torch.is_getitem(operand.target)]
-    reads = tuple(operand.name for operand in (*node.all_input_nodes, *(node_at(item, 0) for item in items)))
+    reads = _sources(node.all_input_nodes)
     for index, values in enumerate(zip(*(flat(env[node]) for env in envs), strict=True)):
-        if isinstance(value := values[0], Tensor):
-            sums: list[Tensor] = [sums_of(each) for each in values]
-            square = sum(distance(sums[0], each) ** 2 for each in sums[devices:]) / ROUNDED
-            yield OpResult(
-                node.name, index, phase, module, op_name(node), line, tuple(value.shape),
-                str(value.dtype).removeprefix("torch."), tuple(map(_numbers, sums[:devices])),
-                norm_of(value), square**0.5, reads,
-            )  # fmt: skip
+        if isinstance(values[0], Tensor):
+            yield _result((node.name, index, phase, module, op_name(node), line), values, devices, reads)
+
+
+def _sources(operands: Iterable[Node]) -> tuple[str, ...]:
+    """The names of operands, and of the ops whose outputs these are."""
+    items = [operand for operand in operands if _torch.is_getitem(operand.target)]
+    return tuple(operand.name for operand in (*operands, *(node_at(item, 0) for item in items)))
+
+
+def _result(
+    names: tuple[str, int, str, str, str, str], values: Sequence[Tensor], devices: int, reads: tuple[str, ...]
+) -> OpResult:
+    """`names`: the first fields. `values`: of each run."""
+    sums, value = [sums_of(each) for each in values], values[0]
+    square = sum(distance(sums[0], each) ** 2 for each in sums[devices:]) / ROUNDED
+    dtype, numbers = str(value.dtype).removeprefix("torch."), tuple(map(_numbers, sums[:devices]))
+    return OpResult(*names, tuple(value.shape), dtype, numbers, norm_of(value), square**0.5, reads)
 
 
 def _numbers(sums: Tensor) -> tuple[float, ...]:

@@ -31,7 +31,7 @@ def _signs(dim: int, size: int) -> Tensor:
 
 def sums_of(value: Tensor, shape: Sequence[int] | None = None, places: Places = ()) -> Tensor:
     """Sums of the finite elements of a tensor, and of marks at the others; or of a part of one of global `shape`."""
-    value, shape = value.detach().cpu(), value.shape if shape is None else shape
+    value, shape = value.detach().resolve_conj().resolve_neg().cpu(), value.shape if shape is None else shape
     if value.is_complex():
         value, shape, places = torch.view_as_real(value), (*shape, 2), (*places, None) if places else ()
     dims = enumerate(zip(shape, places or (None,) * value.dim(), strict=True))
@@ -54,7 +54,8 @@ def _summed(value: Tensor, signs: Sequence[Tensor]) -> Tensor:
 
 def norm_of(value: Tensor) -> float:
     """The root of the sum of squares of the finite elements."""
-    elements = (torch.view_as_real(value) if value.is_complex() else value).detach().double()
+    value = value.detach().resolve_conj().resolve_neg()
+    elements = (torch.view_as_real(value) if value.is_complex() else value).double()
     return float(elements.where(elements.isfinite(), 0).square().sum().sqrt())
 
 

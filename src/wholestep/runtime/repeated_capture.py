@@ -130,10 +130,10 @@ def _first_difference(captured: Capture, again: Capture, program: Program) -> tu
         if numbered[0] != numbered[1]:
             line = meta.line_behind(again.traced.graph, now) or meta.line_behind(captured.traced.graph, was)
             return was.strip() or "no more", now.strip() or "no more", line
+    inputs = {spec.name: node for spec, node in again.traced.placeholders()}
     for name, old, new in _constants(captured, again, program):
-        if not _same_tensor(old, new):
-            node = next((n for n in again.traced.graph.nodes if n.name == name), None)
-            users = [meta.source_line(user) for user in node.users] if node is not None else []
+        if name in inputs and not _same_tensor(old, new):  # others nothing reads
+            users = [meta.source_line(user) for user in inputs[name].users]
             return f"a constant {_values(old)}", _values(new), next(filter(None, users), "")
     for was, now in zip_longest(*map(list, map(_host_lines, (captured, again))), fillvalue="nothing"):
         if was != now:
