@@ -180,6 +180,43 @@ def test_a_step_with_branches_is_captured_once_for_each(monkeypatch: pytest.Monk
         ws.compile(endless)(model, optimizer, torch.ones(2, 3))
 
 
+def _either(model: Any, optimizer: Optimizer, x: Tensor, scale: Tensor) -> Tensor:
+    h = model(x) * scale
+    if not h.isfinite().all():
+        raise ValueError(f"{tuple(h.shape)} is not finite")
+    return update(optimizer, h.sum() if h.sum() > 0 else h.square().mean())
+
+
+def test_each_branch_has_one_program_for_all_sizes() -> None:
+    """What a call raises has its sizes, and changes nothing."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    alone = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
+    step = ws.compile(_either)
+    for rows, bias, scale in (
+        (3, 5, 1),
+        (5, 5, 1),
+        (5, -5, 1),
+        (6, 1, INF),
+        (4, 5, 1),
+        (6, -5, 1),
+        (5, 1, INF),
+        (7, 5, 1),
+    ):
+        batch = torch.randn(rows, 3).double() / 100, torch.tensor(scale).double()
+        for one, optimizer, function in ((alone, optimizers[1], _either), (model, optimizers[0], step)):
+            with torch.no_grad():
+                one.bias.fill_(bias)
+            if scale == INF:
+                with pytest.raises(ValueError, match=rf"\({rows}, 2\) is not finite"):
+                    function(one, optimizer, *batch)
+            else:
+                function(one, optimizer, *batch)
+        torch.testing.assert_close(model.weight, alone.weight, rtol=1e-12, atol=0)
+    assert len(step.programs) == 4, "two for the first size, two for all"
+
+
 def test_conditions_on_the_batch_are_taken_as_they_are_in_the_call() -> None:
     """One capture for all of a call, as the times of a solver; another call that takes others has one of its own."""
 

@@ -25,7 +25,7 @@ from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
 from ..distributed.typed_messages import reading
-from ..errors import PlanError, RankFailedError, RankMismatchError, WholestepError
+from ..errors import CaptureError, PlanError, RankFailedError, RankMismatchError, WholestepError
 from ..graph.counted_rows import refuse_assumed
 from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import planned_at
@@ -213,6 +213,8 @@ class Compiler:
         except (RankFailedError, RankMismatchError, PaddingError):  # is about other ranks, or all sizes
             raise
         except Exception as error:
+            if isinstance(error, CaptureError) and error.branches and error.branches == self.branches:
+                return None, []  # the step raises on these: its message is to have this call's numbers
             if self.sizes.failed(dims, error):
                 return self._with_symbols(self.sizes.chosen(inputs), inputs, numbers, earlier, dump)
             return None, []
@@ -258,7 +260,8 @@ class Compiler:
     ) -> None:
         """Raise SizesFixedError unless a capture with symbols is, at known sizes, what a capture for these is."""
         for other in earlier:
-            if (sizes := sizes_at(captured, other)) is not None:
+            is_alike = [b.expected for b in other.branches] == [b.expected for b in captured.branches]
+            if is_alike and (sizes := sizes_at(captured, other)) is not None:
                 return refuse_other_graph(captured.graph, sizes, other.traced)
         fixed = self._capture_call(with_row_major(inputs, captured), numbers, dump)
         return refuse_other_graph(captured.graph, captured.sized.record.hints, fixed.graph)

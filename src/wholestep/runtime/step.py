@@ -510,7 +510,8 @@ class CompiledStep:
         programs: list[Program] = []
         if self.programs and self._compiler is not None:
             now = ambient(self.programs[-1].world.device)
-            fits = (p for p in reversed(self.programs) if p.refresh() is None)
+            branches = self._compiler.branches
+            fits = (p for p in reversed(self.programs) if p.follows(branches) and p.refresh() is None)
             programs = [p for p in fits if p.guards.differ_in_sizes(inputs.structure, inputs.leaves, now)]
             for program in programs[:1]:
                 self._compiler.sizes.note(other_dims(program.guards.shapes, batch_shapes(inputs)))
