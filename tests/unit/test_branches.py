@@ -217,6 +217,31 @@ def test_each_branch_has_one_program_for_all_sizes() -> None:
     assert len(step.programs) == 4, "two for the first size, two for all"
 
 
+def _sampled(model: Any, optimizer: Optimizer, x: Tensor, scale: Tensor) -> Tensor:
+    mean = model(x)
+    normal = torch.distributions.Normal(mean, mean.exp() * scale)
+    return update(optimizer, -normal.log_prob(torch.zeros_like(mean)).mean())
+
+
+def test_distributions_validate_in_each_call() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    alone = copy.deepcopy(model)
+    step = ws.compile(_sampled)
+    pairs = [(f, m, torch.optim.SGD(m.parameters(), 0.1)) for f, m in ((_sampled, alone), (step, model))]
+    for rows, scale in ((3, 1), (4, 2), (4, -1), (5, 1), (4, 1)):
+        batch = torch.randn(rows, 3).double(), torch.tensor(scale).double()
+        for function, one, optimizer in pairs:
+            if scale < 0:
+                with pytest.raises(ValueError, match="to satisfy the constraint GreaterThan"):
+                    function(one, optimizer, *batch)
+            else:
+                function(one, optimizer, *batch)
+        torch.testing.assert_close(model.weight, alone.weight, rtol=1e-12, atol=0)
+    assert len(step.programs) == 2
+    assert ws.capture(_sampled, alone, pairs[0][2], *batch).outputs, "offline, nothing is asked"
+
+
 def test_conditions_on_the_batch_are_taken_as_they_are_in_the_call() -> None:
     """One capture for all of a call, as the times of a solver; another call that takes others has one of its own."""
 

@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .attributes import Form, attributes_set, flags_set, forms_set
+from .attributes import Form, attributes_set, forms_set
 from .tracing import note_on_nodes, noted
 from .types_shown import FAKE_TYPES
 
@@ -62,15 +62,16 @@ def patched_for_tracing(
     in_backward: Callable[[Sequence[Any]], AbstractContextManager[None]],
     is_number: Callable[[torch.Tensor], bool],
     device: str,
+    validates: bool,
 ) -> Generator[None]:
     """Run each backward in the context `in_backward(tensors that it starts from)`; annotate its nodes with `backward`.
 
     Hooks of saved tensors, as those of checkpointing, do not see a fake tensor that `is_number`: torch shows them no
     Python number.
 
-    Validation in torch.distributions, which reads values, is disabled. For a GPU, torch takes its foreach kernels by
-    default, as for tensors that are not fake. Selective checkpointing recomputes by its policy, as it does uncompiled;
-    for a compiler it would keep everything and leave the choice to it.
+    Validation in torch.distributions asks what values are: not unless the trace `validates`. For a GPU, torch takes its
+    foreach kernels by default, as for tensors that are not fake. Selective checkpointing recomputes by its policy,
+    as it does uncompiled; for a compiler it would keep everything and leave the choice to it.
     """
 
     def backward(original: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
@@ -99,13 +100,14 @@ def patched_for_tracing(
         (torch.autograd.profiler.record_function, "__enter__", _unmarked),
         (torch.autograd.profiler.record_function, "__exit__", _never),
     ]
-    unchecked = flags_set([(torch.distributions.Distribution, "_validate_args", False)])
     changes: list[tuple[Any, str, Any]] = []
+    if not validates:
+        changes.append((torch.distributions.Distribution, "_validate_args", False))
     if not device.startswith("cpu"):
         modules: tuple[Any, ...] = sys.modules[torch.optim.Optimizer.__module__], _foreach_utils
         lists = [(module, module._foreach_supported_types) for module in modules]
         changes += [(module, "_foreach_supported_types", [*types, *FAKE_TYPES]) for module, types in lists]
-    with attributes_set(changes), unchecked, forms_set(forms):
+    with attributes_set(changes), forms_set(forms):
         yield
 
 

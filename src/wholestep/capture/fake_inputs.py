@@ -45,6 +45,11 @@ class Request:
     dynamic: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     counts: bool = False
 
+    @property
+    def traced_for(self) -> tuple[str, bool]:
+        """The device, and whether what values are is asked: each answer is a branch."""
+        return self.device, self.options.branches is not None
+
 
 @dataclass
 class FakeInputs:

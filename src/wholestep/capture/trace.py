@@ -162,7 +162,7 @@ class Traced:
                 self.places.asked(),
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
-                _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, self.request.device),
+                _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, *self.request.traced_for),
                 _torch.replaced(forms, own_modules()),
                 self.own.entrances(),
             ):
