@@ -107,7 +107,7 @@ def compare(
     than rounding.
 
     All ranks run in this process. Nothing of the user's changes. How far rounding carries is measured: one device runs
-    again with results that are rounded otherwise. PlanOnRanks have the random numbers of one device.
+    again with results that are rounded otherwise. Ranks have the random numbers of one device.
 
     Args:
         train_step: the step.
@@ -180,7 +180,6 @@ class _Run:
         if plan is not None:
             passes = default_passes(plan.hardware) if passes is None else passes
             ranks = PlanOnRanks(plan, run_passes(partition(self.capture.graph, plan), passes), axes, inputs)
-        updates = tuple(out.target for out in graph.outputs if out.kind == "update")
         record, parted, compared = list[tuple[OpResult, ...]](), list[Parted](), 0
         while len(record) < calls and not parted:
             results, outputs = devices.call()
@@ -188,7 +187,7 @@ class _Run:
                 distances = ranks.call(results, devices.drawn)
                 parted, compared = _first(len(record), results, distances), compared + len(distances)
             record.append(tuple(results))
-            if not {*updates} <= {spec.name for spec in graph.inputs}:
+            if not {out.target for out in graph.outputs if out.kind == "update"} <= {i.name for i in graph.inputs}:
                 break
             put_state(devices.inputs, graph, outputs)
         tensors = sum(map(len, record))
@@ -262,17 +261,13 @@ def _beside(record: Record, other: Record, name: str) -> Comparison:
     compared, parted, calls = 0, list[Parted](), list(zip(record.calls, other.calls, strict=False))
     for call, (ops, before) in enumerate(calls):
         distances, precise = dict[Key, Far](), {(op.name, op.index): op for op in ops}
-        keys, keys_before = (
-            [(op.phase, op.module, op.op, op.shape, op.index) for op in each] for each in (ops, before)
-        )
-        for block in SequenceMatcher(None, keys, keys_before, autojunk=False).get_matching_blocks():
+        keys = ([(op.phase, op.module, op.op, op.shape, op.index) for op in each] for each in (ops, before))
+        for block in SequenceMatcher(None, *keys, autojunk=False).get_matching_blocks():
             for op, was in zip(ops[block.a :][: block.size], before[block.b :][: block.size], strict=True):
-                key, changed = (
-                    (op.name, op.index),
-                    "" if op.dtype == was.dtype else f"({op.dtype}, {was.dtype} in {name})",
-                )
-                distances[key] = distance(op.sums_of_device(0), was.sums_of_device(0)), changed
-                precise[key] = replace(op, rounding=min(op.rounding, was.rounding))
+                far = distance(op.sums_of_device(0), was.sums_of_device(0))
+                dtypes = f"({op.dtype}, {was.dtype} in {name})" if op.dtype != was.dtype else ""
+                distances[op.name, op.index] = far, dtypes
+                precise[op.name, op.index] = replace(op, rounding=min(op.rounding, was.rounding))
         compared, parted = compared + len(distances), _first(call, list(precise.values()), distances)
         parted += _only(call, ops, before, f"not in {name}") + _only(call, before, ops, f"in {name} alone")
         if parted:

@@ -63,11 +63,7 @@ class PlanOnRanks:
             for position, key in enumerate(computed):
                 values, result = [_tensors(node, env)[position] for env in envs], expected.get(key)
                 if result is not None and all(isinstance(value, Tensor) for value in values):
-                    layout = self.plan.decisions[key[0]].outputs[key[1]]
-                    far = self._far(
-                        [result.sums_of_device(n) for n in range(len(result.sums))], values, layout, result.shape
-                    )
-                    distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))
+                    self._note(result, values, self.plan.decisions[key[0]].outputs[key[1]], distances)
 
         try:
             rows = run_all(self.local, self.inputs, bound_arguments, watch)
@@ -83,14 +79,13 @@ class PlanOnRanks:
                 self._note(result, values, self.local.layouts[places[result.module]], distances)
             elif result.op == "result" and result.module in returned:
                 values = [row[returned[result.module]] for row in rows]
-                varies = [
-                    self.plan.decisions[name].given[0].varies for name in result.reads if name in self.plan.decisions
-                ]
-                layout = Layout(((),) * len(result.shape), (), varies[0] if varies else ())
+                decision = self.plan.decisions.get(result.reads[0] if result.reads else "")
+                layout = Layout(((),) * len(result.shape), (), decision.given[0].varies if decision else ())
                 self._note(result, values, layout, distances)
         return {key: far for key, far in distances.items() if far[0] >= 0}
 
     def _note(self, result: OpResult, values: Sequence[Tensor], layout: Layout, distances: dict[Key, Far]) -> None:
+        """Add the distance of a result, or -1 where these values are not in its layout."""
         sums = [result.sums_of_device(number) for number in range(len(result.sums))]
         key, far = (result.name, result.index), self._far(sums, values, layout, result.shape)
         distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))

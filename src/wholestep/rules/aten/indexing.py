@@ -22,8 +22,8 @@ from ..rule import ANY_PARTIAL, COUNT_OPERANDS, LINEAR, OF_WHOLE, BoundRule, Gro
 
 
 def _within(index: Tensor, start: int, length: int, size: int) -> Tensor:
-    """Positions of indices in this rank's piece; `length` for those outside of it; one that ops refuse for those that
-    are no index of the whole dim.
+    """Indices as positions in this rank's piece. Those of other pieces become `length`; those that the whole dim lacks
+    become `length + 1`, at which ops raise.
     """
     elsewhere = torch.where((index >= 0) & (index < size), length, length + 1)
     return torch.where((index >= start) & (index < start + length), index - start, elsewhere)

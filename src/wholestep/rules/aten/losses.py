@@ -24,7 +24,7 @@ _OUTSIDE = -100
 
 # -- negative log likelihood -----------------------------------------------------------------
 def _near(target: Tensor, start: int, length: int, size: int, ignored: int) -> Tensor:
-    """Classes of the piece; one that losses refuse for those that are no class at all."""
+    """Classes as positions in this rank's piece; those that are no class become `length + 1`, at which losses raise."""
     inside = (target >= start) & (target < start + length) & (target != ignored)
     elsewhere = torch.where(((target >= 0) & (target < size)) | (target == ignored), _OUTSIDE, length + 1)
     return torch.where(inside, target - start, elsewhere)
