@@ -28,7 +28,7 @@ from .interpret import as_traced, is_random
 from .sketch import SUMS, distance, norm_of, sums_of
 
 ROUNDED = 2  # more runs of the first device, in which results are rounded otherwise
-_TIMES = 8  # times of what these runs differ by: plans of some models differ by up to 0.6 times
+_TIMES = 8  # times of what these runs differ by: right plans of nine language models differ by up to 1.1 times
 _ROUNDINGS = 8  # of a result, where these runs do not differ
 
 
