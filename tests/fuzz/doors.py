@@ -43,18 +43,29 @@ def calls() -> dict[str, Callable[..., Any]]:
             found[name] = given
             for method, function in inspect.getmembers(given):
                 if not method.startswith("_") and callable(function) and not inspect.isclass(function):
-                    found[f"{name}.{method}"] = _method(given, method)
+                    found[f"{name}.{method}"] = function if _is_static(given, method) else _method(given, method)
     return {name: call for name, call in found.items() if name not in OF_OTHERS and _parameters(call)}
+
+
+def methods() -> dict[str, type]:
+    """The class on a value of which a method is called, by the name of the call."""
+    classes = {name: name.rpartition(".")[0] for name in calls() if inspect.isclass(getattr(ws, name.split(".")[0]))}
+    return {
+        name: getattr(ws, kind)
+        for name, kind in classes.items()
+        if kind and not _is_static(getattr(ws, kind), name.rpartition(".")[2])
+    }
+
+
+def _is_static(kind: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod))
 
 
 def _method(kind: type, name: str) -> Callable[..., Any]:
     def call(*args: Any, **named: Any) -> Any:
         return getattr(right_values()[kind][0], name)(*args, **named)
 
-    alone = isinstance(inspect.getattr_static(kind, name), (staticmethod, classmethod))
     function = getattr(kind, name)
-    if alone:
-        return function
     parameters = list(inspect.signature(function).parameters.values())[1:]
     made: Any = call
     made.__signature__ = inspect.signature(function).replace(parameters=parameters)
@@ -74,6 +85,7 @@ def right_values() -> dict[Any, tuple[Any, ...]]:
     model, optimizer = nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     hardware = ws.Hardware.preset("dgx-h100")
     took, peak = ws.timeline(local(), hardware), ws.peak_memory(local())
+    comparison = ws.compare(mean_square, (model, torch.optim.SGD(model.parameters(), 0.1), torch.ones(4, 2)))
     node = next(node for node in graph().graph.nodes if node.op == "call_function")
     values = (
         graph(), local(), plans()[0], plans()[1], ws.Mesh("dp=2"), ws.Mesh("dp=2,tp=2"), ws.Axis("dp", 2), hardware,
@@ -83,8 +95,9 @@ def right_values() -> dict[Any, tuple[Any, ...]]:
         ws.MixedPrecision(), ws.Float8(),
         ws.Schedule(), ws.Recompute(1 << 20), ws.CaptureOptions(), ws.PadTo([2, 4], {"x": 0}),
         ws.KernelTimes(()), ws.Inductor(), took, took.spans[0], took.simulated, peak, peak.live[0],
-        ws.Checkpoint(1, {}, Path("x")), ws.CheckResult("x"), ws.compile(mean_square), model, optimizer, node,
-        graph().graph, torch.ones(2, 3), torch.bfloat16, CollectiveCost("all_reduce", 1.0, 1.0), plans()[0].inputs[0],
+        ws.Checkpoint(1, {}, Path("x")), ws.CheckResult("x"), ws.compile(mean_square), comparison, model, optimizer,
+        node, graph().graph, torch.ones(2, 3), torch.bfloat16,
+        CollectiveCost("all_reduce", 1.0, 1.0), plans()[0].inputs[0],
         Work(10, 10.0, "float32"), True, False, None, Path("f.json"), "", *TEXTS, *NUMBERS, 1.0, 0.5, -1.0, 1e300,
     )  # fmt: skip
     found: dict[Any, tuple[Any, ...]] = {Device: (hardware.device,), MeasuredDevice: (ws.Hardware.default().device,)}

@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
 from hypothesis import strategies as st
 
+from . import doors
 from .cases import KINDS, Kind
 from .judge import TooSlowError, verdict
 
@@ -14,6 +15,10 @@ PARTS = [(name, number) for name, kind in KINDS.items() for number in range(-(-k
 def test_there_are_enough_cases() -> None:
     assert sum(kind.quick for kind in KINDS.values()) >= 500
     assert sum(kind.full for kind in KINDS.values()) >= 10_000
+
+
+def test_each_public_method_is_called_on_a_value() -> None:
+    assert not [name for name, kind in doors.methods().items() if kind not in doors.right_values()]
 
 
 @pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.quick])
