@@ -7,7 +7,7 @@ one assignment without a solver, and tests compare the two.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import add
 
@@ -163,84 +163,3 @@ def evaluate(problem: Problem, picked: Sequence[int]) -> StepLoad | None:
 def fits(problem: Problem, load: StepLoad) -> bool:
     """True where `load` is within the budget."""
     return problem.budget_bytes is None or load.peak_bytes <= problem.budget_bytes * (1 + 1e-9)
-
-
-# -- presolve ------------------------------------------------------------------------------------------
-_Chain = tuple[OneOf, list[dict[int, int]]]
-"""A merged choice, and the original options that each of its options merges, by number of the original choice."""
-
-
-@dataclass(frozen=True)
-class Presolved:
-    """A smaller problem. `parts`: for each option of each choice, the options that it merges, by original choice."""
-
-    problem: Problem
-    parts: tuple[tuple[dict[int, int], ...], ...]
-
-    def original(self, picked: tuple[int, ...]) -> tuple[int, ...]:
-        """The options of all original choices, from those of the smaller problem."""
-        options: dict[int, int] = {}
-        for choice, option in enumerate(picked):
-            options |= self.parts[choice][option]
-        return tuple(options[number] for number in range(len(options)))
-
-
-def presolve(problem: Problem) -> Presolved:
-    """`problem` with chains of choices as one choice.
-
-    A choice with one operand, which no other choice reads, is merged into the choice that makes the operand. A reshard
-    inside such a chain moves to its end. Only links with results no larger than the operand are merged, so that no
-    reshard sends more.
-    """
-    chains = {n: (c, [{n: i} for i in range(len(c.options))]) for n, c in enumerate(problem.choices)}
-    values, into = list(problem.values), {n: n for n in chains}
-    by_maker: dict[int, list[int]] = {}
-    for i, value in enumerate(values):
-        by_maker.setdefault(value.maker, []).append(i)
-    for at in range(len(values)):
-        value = values[at]
-        taker = value.needs[0].taker
-        maker = _root(into, value.maker)
-        if len(value.needs) > 1 or taker == maker or len(by_maker.get(value.maker, ())) > 1 or into[taker] != taker:
-            continue
-        chain = _merged(chains[maker], chains[taker], value, [values[i] for i in by_maker.get(taker, ())])
-        if chain is not None:
-            chains[maker] = chain
-            into[taker] = maker
-            del chains[taker]
-            values[at] = replace(value, needs=())
-    numbers = {old: new for new, old in enumerate(sorted(chains))}
-    of = tuple(numbers[_root(into, n)] for n in range(len(problem.choices)))
-    unmerged = [_renumbered(v, of) for v in values if v.needs]
-    choices, parts = zip(*(chains[n] for n in sorted(chains)), strict=True)
-    return Presolved(replace(problem, choices=choices, values=tuple(unmerged)), tuple(map(tuple, parts)))
-
-
-def _merged(maker: _Chain, taker: _Chain, value: ValueEdge, results: list[ValueEdge]) -> _Chain | None:
-    """Both as one choice; None where the merge could lose a better assignment."""
-    (before, before_of), (after, after_of), at = maker, taker, value.needs[0].at
-    apart = before.count != after.count or (value.needs[0].later and value.saved)
-    if apart or any(set(o.takes) != {at} for o in after.options) or any(v.size > value.size for v in results):
-        return None
-    if not {o.gives[value.output] for o in before.options} <= {o.takes[at] for o in after.options}:
-        return None
-    options: list[Option] = []
-    merged_of: list[dict[int, int]] = []
-    for first, giving in zip(before_of, before.options, strict=True):
-        for second, taking in zip(after_of, after.options, strict=True):
-            move = value.moves.get((giving.gives[value.output], taking.takes[at]))
-            if move is not None and move.is_nothing:
-                options.append(Option(taking.gives, giving.takes, giving.load + taking.load))
-                merged_of.append(first | second)
-    return replace(before, options=tuple(options)), merged_of
-
-
-def _root(into: dict[int, int], number: int) -> int:
-    while into[number] != number:
-        number = into[number]
-    return number
-
-
-def _renumbered(value: ValueEdge, of: tuple[int, ...]) -> ValueEdge:
-    needs = tuple(replace(need, taker=of[need.taker]) for need in value.needs)
-    return replace(value, maker=of[value.maker], needs=needs)

@@ -16,7 +16,7 @@ from ...plan.strategy import Pins
 from ...plan.tensor_parallel import SolvedLayouts, TensorParallel
 from .build_problem import ProblemBuilder, ProblemSpec
 from .formulation import Solution, solve
-from .problem import Presolved, fits, presolve
+from .problem import Problem, fits
 
 aten = torch.ops.aten
 _DECOMPOSED = {
@@ -66,7 +66,7 @@ def solve_layouts(
     first = every.solve(budgets[0], gap) or every.solve(None, gap)
     if first is None:
         return []
-    partial = every.builder.partial_parts(every.presolved.original(first.solution.picked))
+    partial = every.builder.partial_parts(first.solution.picked)
     needed = [name for name in names if name in partial]
     program = every if len(needed) == len(names) else _LayoutProgram.of(graph, spec, needed)
     solved = [program.solve(budget, gap) for budget in budgets]
@@ -84,26 +84,26 @@ class _LayoutProgram:
     """The problem of a graph with the ops `names` decomposed; `solved` are the results so far, with their budgets."""
 
     builder: ProblemBuilder
-    presolved: Presolved
+    problem: Problem
     names: tuple[str, ...]
     solved: list[tuple[float | None, IlpResult]] = field(default_factory=list[tuple[float | None, IlpResult]])
 
     @staticmethod
     def of(graph: TrainGraph, spec: ProblemSpec, names: Sequence[str]) -> _LayoutProgram:
         builder = ProblemBuilder(expand(graph, names) if names else graph, spec)
-        return _LayoutProgram(builder, presolve(builder.problem()), tuple(names))
+        return _LayoutProgram(builder, builder.problem(), tuple(names))
 
     def solve(self, budget: float | None, gap: float) -> IlpResult | None:
         """The result within `budget`: that of a larger budget where it fits."""
-        problem = replace(self.presolved.problem, budget_bytes=budget)
+        problem = replace(self.problem, budget_bytes=budget)
         for larger, layouts in self.solved:
             if (larger is None or (budget is not None and larger >= budget)) and fits(problem, layouts.solution.load):
                 return layouts
         solution = solve(problem, gap)
         if solution is None:
             return None
-        pins, params, storage = self.builder.layouts(self.presolved.original(solution.picked))
+        pins, params, storage = self.builder.layouts(solution.picked)
         pins, nodes = replace(pins, decomposed=self.names), len(self.builder.calls) + len(self.builder.params)
-        layouts = IlpResult(pins, params, storage, solution, len(self.presolved.problem.choices), nodes)
+        layouts = IlpResult(pins, params, storage, solution, len(self.problem.choices), nodes)
         self.solved.append((budget, layouts))
         return layouts
