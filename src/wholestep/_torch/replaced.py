@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._functorch.eager_transforms
@@ -17,7 +17,6 @@ import torch._functorch.vmap
 import torch._refs.nn.functional
 import torch.optim._adafactor
 import torch.utils.checkpoint
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -25,7 +24,8 @@ from .attributes import Form, attributes_set, forms_set
 from .tracing import note_on_nodes, noted
 from .types_shown import FAKE_TYPES
 
-ADAFACTOR, BATCH_NORM, LOADER_ITERATOR = torch.optim._adafactor, _BatchNorm, _BaseDataLoaderIter
+ADAFACTOR, BATCH_NORM = torch.optim._adafactor, torch.nn.modules.batchnorm._BatchNorm
+ASSERT, LOADER_ITERATOR = cast(Any, torch)._assert, _BaseDataLoaderIter
 
 
 @contextlib.contextmanager

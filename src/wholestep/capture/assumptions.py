@@ -29,9 +29,8 @@ class Assumption:
     """A guard: the value that a place must have for the captured step to apply.
 
     `kind` is the comparison: "equal" (a plain value), "is" (the same object, or MISSING), "built" (one that is alike),
-    "type" (a number of this type), "tensor" (same shape, dtype and device: `about` of it), "size" (number of items of
-    the container `place.holder`), "content" (its items: `value` has them), "attributes" (the names of a tensor's),
-    "shared" (the same places hold one object).
+    "type" (a number of this type), "tensor" (`about` it), "size" (number of items of the container `place.holder`),
+    "content" (its items: `value`), "attributes" (names of a tensor's), "shared" (the same places hold one object).
     """
 
     place: Location

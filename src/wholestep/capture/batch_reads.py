@@ -14,11 +14,40 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from .. import _torch
+from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input
 from ..graph.nodes import copy_node, is_mutating, operands, reached
 from ..graph.op_kinds import COUNTS_ROWS
 from ..rules.registry import is_random
+
+READS: dict[Any, str] = {
+    torch.Tensor.item: "item()", torch.Tensor.tolist: "tolist()", torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy()", torch.Tensor.__dlpack__: "DLPack", torch.Tensor.__contains__: "`in`",
+    torch.Tensor.__bool__: "bool(), which `if`, `while` and `and` call", torch.Tensor.is_nonzero: "is_nonzero()",
+    torch.Tensor.__float__: "float()", torch.Tensor.__int__: "int()", torch.Tensor.__complex__: "complex()",
+    torch.Tensor.__index__: "use as an index", torch.is_nonzero: "is_nonzero()", _torch.ASSERT: "an assertion",
+}  # fmt: skip
+
+
+def value_read(text: str, next_step: str, where: str = "") -> CaptureError:
+    """Return the error for a step that reads a value that is known only when it runs."""
+    needed = "a step whose operations do not depend on values: one graph is captured and run for every batch"
+    error = CaptureError(text, needed, next_step, where)
+    error.reads_value = True
+    return error
+
+
+def read_refused(function: Any, tensor: torch.Tensor) -> CaptureError:
+    """Return the error for a step that calls a function of `READS`."""
+    how = READS[function]
+    return value_read(
+        f"the step reads the value of a tensor of shape {tuple(tensor.shape)} with {how} while it is being captured",
+        "return the tensor and read it after the call, or choose with torch.where; "
+        "wholestep.callback(fn, tensor) calls fn with its value in each step"
+        + ("; a function of arrays can be an op: torch.library.custom_op" if how == "numpy()" else "")
+        + ("; item() and tolist() give numbers of rows to cut by" if how == "int()" else ""),
+    )
 
 
 @dataclass(frozen=True)
@@ -46,9 +75,7 @@ class ReadValues:
 
 @dataclass
 class Reader:
-    """Answers reads during a trace. `inputs` are the graph's, to which the trace adds numbers; `batch` maps names of
-    inputs to real tensors.
-    """
+    """Answers reads during a trace. `inputs`: the graph's, to which it adds numbers; `batch`: real tensors, by name."""
 
     inputs: Sequence[Input]
     batch: Mapping[str, Any]
@@ -69,19 +96,21 @@ class Reader:
         """Return the value in this call of what depends on the batch only; without `floats`, on its integers only."""
         self._root = root
         part = self._part([node], floats)
-        return None if part is None else _run(*part)[0]
+        return None if part is None else _run(part[0], [*part[1].values()])[0]
 
     def values(self) -> ReadValues | None:
         """Return the values read so far, as a program that computes them for other batches; None if there are none."""
         part = self._part(self._nodes) if self._nodes else None
-        return None if part is None else ReadValues(part[0], tuple(self._given()), tuple(self.reads))
+        return None if part is None else ReadValues(part[0], (*part[1],), tuple(self.reads))
 
     def _given(self, floats: bool = False) -> dict[str, torch.Tensor]:
         tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
         return {n: t for n, t in tensors.items() if floats or not (t.is_floating_point() or t.is_complex())}
 
-    def _part(self, targets: Sequence[Node], floats: bool = False) -> tuple[GraphModule, list[torch.Tensor]] | None:
-        """Extract the program that computes `targets` from the batch; None if it needs other inputs."""
+    def _part(
+        self, targets: Sequence[Node], floats: bool = False
+    ) -> tuple[GraphModule, dict[str, torch.Tensor]] | None:
+        """Extract the program that computes `targets` from those that it needs; None if it needs other inputs."""
         given, new, copied = self._given(floats), Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
@@ -103,7 +132,10 @@ class Reader:
             return None
         new.output(tuple(copied[node] for node in targets))
         new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_mutating(n))
-        return GraphModule(self._root, new), list(given.values())
+        for name in [name for name, node in inputs.items() if not node.users]:
+            new.erase_node(inputs[name])
+            del given[name]
+        return GraphModule(self._root, new), given
 
 
 class _Copying(Interpreter):

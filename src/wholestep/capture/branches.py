@@ -1,6 +1,4 @@
-"""Branches on values of tensors. A trace assumes the truth of each value; the graph checks it, and changes nothing
-where the assumption is wrong.
-"""
+"""Branches on values of tensors. A trace assumes what each is; the graph checks it, and changes nothing if wrong."""
 
 from __future__ import annotations
 

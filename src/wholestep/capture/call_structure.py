@@ -35,8 +35,7 @@ _VALUES = (bool, int, float, complex, str, bytes, np.generic, torch.dtype, torch
 @dataclass(frozen=True)
 class Structure:
     """What a nested value is built of. `outline` is "leaf", or "array" whose leaf is a tensor, or the class of a
-    container or an object, the keys of its items, the names of its attributes, and the outlines of both; or the number
-    of an object that occurred before.
+    container or an object, keys, names of attributes, and the outlines of these; or the number of an earlier object.
     """
 
     outline: Any
@@ -327,9 +326,7 @@ def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, 
 
 
 def leaf_names(fn: Callable[..., Any], structure: Structure, objects: bool = False) -> list[str]:
-    """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument; or instead the
-    `objects` that can change: kwargs is "".
-    """
+    """Name each leaf of arguments by the parameter of `fn` and the path inside; or the `objects` that can change."""
     _, _, _, (args, kwargs) = structure.outline
     named = zip(argument_names(fn, len(args[3])), args[3], strict=True), zip(kwargs[1], kwargs[3], strict=True)
     positional, by_name = ([place for name, part in parts for place in _places(part, name)] for parts in named)

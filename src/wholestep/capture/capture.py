@@ -220,9 +220,7 @@ def _captured(
     dynamic: Mapping[str, tuple[int, ...]], repeated: tuple[CachedCall, ...] = (), earlier: Capture | None = None,
     repeats: bool = True, first: Traced | None = None,
 ) -> Capture:  # fmt: skip
-    """`repeated`: calls of cached functions in earlier traces. `earlier` is a capture of the same inputs, and `first`
-    the trace whose changes the step finds.
-    """
+    """`repeated`: cached calls of earlier traces; `earlier`: one of the same inputs; `first`: its changes are there."""
     state, call, names = find_state(fn, args, kwargs, options.extra)
     call = replace(call, leaves=with_arrays(promoted.arrays, names, call.leaves))
     device = options.device or device_of(state)

@@ -127,9 +127,8 @@ class CountedPlaces:
         return None if None in elements else [n for n, there in enumerate(elements) if there]
 
     def read(self, function: Any, values: torch.Tensor, refusal: CaptureError) -> Any:
-        """Return what a function of a tensor (`tolist`) makes of the traced integers `values`, as numbers. Raises the
-        `refusal` where Python gets none. They are from 0 to the most elements of integers that they follow from, which
-        the graph checks.
+        """Return what a function of a tensor (`tolist`) makes of the traced integers `values`, as numbers; raises the
+        `refusal` where Python gets none. The graph checks that they are at most the elements that they follow from.
         """
         if function in _OF_NUMPY and (places := self._places(values)) is not None:
             return self._numbers(function, values, np.array(places, dtype=np.int64).reshape(-1, *values.shape[1:]))

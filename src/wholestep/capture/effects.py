@@ -53,9 +53,7 @@ BATCH_COUNTS = Promoted(frozenset([ANY_COUNT]))
 
 @dataclass(frozen=True)
 class Extra:
-    """A leaf: extra result `index` of the graph, which the host needs and the step does not return; or the state of an
-    optimizer that the step creates, by name.
-    """
+    """A leaf: result `index` of the graph that the step does not return; or optimizer state that it makes, by name."""
 
     index: int | str
 

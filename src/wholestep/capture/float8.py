@@ -36,9 +36,8 @@ class _Recipe:
     device: str
 
     def cast(self, values: Tensor, dtype: torch.dtype, by_rows: bool = True) -> _Numbers:
-        """Cast a tensor, multiplied by what fills the range of `dtype`: a number, or one for each row (of the last
-        dim), or for each column (of all dims before it). Its largest value becomes at most that of the dtype, up to
-        rounding: nothing overflows.
+        """Cast a tensor, multiplied by what fills the range of `dtype` and overflows nowhere: a number, or one for each
+        row (of the last dim), or for each column (of all dims before it).
         """
         if not self.rowwise:
             amax = _aten.linalg_vector_norm.default(values, _INF)
@@ -65,9 +64,7 @@ class _Numbers:
     step: Tensor
 
     def rows(self) -> _Numbers:
-        """Return the matrix of all rows (of the last dim). Ranks cast their rows before they gather them, so what is
-        gathered has its dims yet.
-        """
+        """Return the matrix of all rows (of the last dim): what ranks cast before they gather it has its dims yet."""
         step = self.step.reshape(-1, self.step.shape[-1]) if self.step.dim() else self.step
         return _Numbers(self.values.reshape(-1, self.values.shape[-1]), step)
 

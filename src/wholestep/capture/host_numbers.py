@@ -1,8 +1,7 @@
 """Python numbers that a step changes: each call computes them on the host, with Python arithmetic.
 
 During a trace such a number is a 0-dim fake tensor. Arithmetic between these numbers and constants is recorded and
-repeated before each call; a number that is used with a tensor becomes an input of the graph. A branch (`if n > 3`) is
-resolved for the captured call and guarded.
+repeated before each call; a number that is used with a tensor becomes an input of the graph. A branch on it is guarded.
 """
 
 from __future__ import annotations

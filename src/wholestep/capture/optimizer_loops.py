@@ -65,9 +65,7 @@ class _Params(list[Any]):
 
 @dataclass
 class _Loop:
-    """A loop over parameters, and over the other lists of tensors that it has for each. It sees `parts`, which grow by
-    the parameters for which it runs.
-    """
+    """A loop over parameters and other lists of tensors for each. It sees `parts`, which grow by those that it runs."""
 
     full: list[list[Any]]
     fakes_of: Callable[[list[Any]], list[Any]]

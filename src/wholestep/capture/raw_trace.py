@@ -33,9 +33,7 @@ class RawTrace:
 
 
 def raw_trace(traced: Traced) -> RawTrace | None:
-    """None where a digest would not say all: sizes are symbols, branches are assumed, or an op has an argument that is
-    no tensor, number, text or list of these.
-    """
+    """None where a digest would not say all: of symbols, assumed branches, or operands that are no plain values."""
     if traced.stand_ins.symbols is not None or traced.branches.decided:
         return None
     lists = traced.stand_ins.inputs, traced.created, traced.draws.repeats

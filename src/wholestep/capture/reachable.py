@@ -2,8 +2,7 @@
 
 Roots are the step's function, its arguments, modules and optimizers. From there the search follows closures, globals
 that the code names, attributes, containers, hooks, and functions in these. Code of torch, of the standard library and
-of proven libraries (`graph/origin.py`) is assumed to have no globals that a step changes; objects of their classes are
-searched.
+of proven libraries (`graph/origin.py`) has no globals that a step changes; objects of their classes are searched.
 """
 
 from __future__ import annotations
@@ -70,8 +69,7 @@ class Container:
 
     Only `keys` of `holder` are compared, if given, and never the `excluded` ones. For a container without assignable
     items, such as a generator or a set, the result of `opaque()` is compared. `owner` is the object whose attributes
-    these are. Later calls find the container by `lookup`, if given. `refused`: why no change can be repeated, and what
-    to do instead.
+    these are. Later calls find the container by `lookup`. `refused`: why no change can be repeated, and the cure.
     """
 
     path: str

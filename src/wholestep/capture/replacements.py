@@ -32,8 +32,7 @@ Known = Callable[[Tensor], Tensor | None]
 def form_of(function: Any) -> Callable[..., Any] | None:
     """Return the replacement of a torch function; None if it can be traced itself.
 
-    It is called with `(original, known, *args, **kwargs)`; `known` gives the real value of a traced tensor that depends
-    on integers of the batch only, else None.
+    It is called with `(original, known, *args, **kwargs)`; `known` gives a value that integers of the batch determine.
     """
     try:
         return _FORMS.get(function)
@@ -145,26 +144,12 @@ def _read(value_of: Known, tensor: Tensor, what: str, who: str) -> Tensor:
 
 
 def _gaussian_nll_loss(
-    original: Any, value_of: Known, input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
-    reduction: str = "mean",
-) -> Tensor:  # fmt: skip
+    original: Any, value_of: Known, input: Tensor, target: Tensor, var: Any, *rest: Any, **named: Any
+) -> Tensor:
     """`gaussian_nll_loss`: NaN for a negative variance, for which the original raises."""
-    if not isinstance(var, Tensor):
-        return original(input, target, var, full=full, eps=eps, reduction=reduction)
-    if var.shape != input.shape:
-        if input.shape[:-1] == var.shape:
-            var = var.unsqueeze(-1)
-        elif input.dim() != var.dim() or sum(v for i, v in zip(input.shape, var.shape, strict=True) if i != v) != 1:
-            raise ValueError("var is of incorrect size")
-    if reduction not in ("none", "mean", "sum"):
-        raise ValueError(reduction + " is not valid")
-    bounded = var.clone()
-    with torch.no_grad():
-        bounded.clamp_(min=eps)
-    bounded = torch.where(var < 0, math.nan, bounded)
-    loss = 0.5 * (bounded.log() + (input - target) ** 2 / bounded)
-    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
-    return loss if reduction == "none" else loss.mean() if reduction == "mean" else loss.sum()
+    with _torch.forms_set([(torch, "any", lambda *_: False)]):
+        loss: Tensor = original(input, target, var, *rest, **named)
+    return torch.where((var < 0).any(), math.nan, loss) if isinstance(var, Tensor) else loss
 
 
 def _dense(original: Any, value_of: Known, *args: Any, **kwargs: Any) -> Any:
@@ -293,8 +278,24 @@ def fixed_sizes(
         runs = unique_consecutive(ordered)
         return runs if runs is NotImplemented else (runs[0], order.scatter(0, order, runs[1]).view(x.shape), runs[2])
 
+    def asserted(x: Tensor, message: str = "Expected Tensor with single nonzero value, but got zero") -> None:
+        holds = likely(x)
+        if not (bool(x) if holds is None else holds):
+            raise RuntimeError(message)
+
+    def close(x: Tensor, other: Tensor, *tolerances: Any) -> Any:
+        alike = likely(torch.isclose(x, other, *tolerances).all())
+        return NotImplemented if alike is None else alike
+
+    def equal(x: Tensor, other: Tensor) -> Any:
+        return x.shape == other.shape and close(x, other, 0, 0)
+
     return {
         aten._local_scalar_dense.default: read,
+        aten._assert_async.default: asserted,
+        aten._assert_async.msg: asserted,
+        aten.allclose.default: close,
+        aten.equal.default: equal,
         aten._unique2.default: unique,
         aten.unique_consecutive.default: unique_consecutive,
         aten.bincount.default: bincount,

@@ -1,8 +1,7 @@
 """Tracks the optimizer options that change between calls: these are inputs of the program, the others constants.
 
 An input may round differently from a constant. For bitwise equal results a resumed run must start with the same set
-of inputs: options of torch's schedulers are recognized by the keys that these add to the groups, and other changed
-options are saved in the checkpoint.
+of inputs: keys of groups tell the options of torch's schedulers, and other changed ones are saved in the checkpoint.
 """
 
 from __future__ import annotations

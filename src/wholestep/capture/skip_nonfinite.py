@@ -145,9 +145,7 @@ def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
 
 
 class Updates:
-    """Updates that keep the old value by themselves, without a copy: by fused optimizers, which a flag can stop, and of
-    counts, which grow by 0 in a skipped step.
-    """
+    """Updates that keep the old value without a copy: of fused optimizers, which a flag stops, and of counts (by 0)."""
 
     def __init__(self, skipped: Node) -> None:
         place = After(skipped)

@@ -235,9 +235,7 @@ def _is_number(value: object) -> bool:
 
 
 def optimizer_state(state: StepState) -> list[StepTensor]:
-    """Return every tensor of optimizer state, named `parameter/key`: by optimizer and parameter, in the order in which
-    the optimizer made it.
-    """
+    """Return every tensor of optimizer state, named `parameter/key`: by optimizer, parameter, and when it was made."""
     return [
         StepTensor(state_input(name, key, value, o, label), [(Entry(entry), key)])
         for o, (label, optimizer) in enumerate(state.optimizers.items())
@@ -249,18 +247,15 @@ def optimizer_state(state: StepState) -> list[StepTensor]:
 
 
 def in_order(entry: dict[Any, Any]) -> list[tuple[str, Any]]:
-    """Return the state of one parameter, flat, in the order of the keys, which may be of any type before they are
-    refused.
+    """Return the state of one parameter, flat, in the order of the keys, which may be of any type until refused.
 
-    Inputs of a program are in this order, which ranks compare: an entry has that of the first step, or of what was
-    loaded.
+    Inputs of a program are in this order, which ranks compare: an entry has that of the first step, or of a load.
     """
     return sorted(Entry(entry).leaves().items(), key=lambda item: str(item[0]))
 
 
 def refuse_objects(optimizers: Iterable[Optimizer], numbers: Container[object] = ()) -> None:
-    """Refuse optimizer state that is not a tensor or number of one parameter, also in lists, tuples and dicts, under a
-    name of its own.
+    """Refuse optimizer state that is no tensor or number of one parameter, or in a container, under a name of its own.
 
     `numbers` are Python numbers that a trace represents as tensors.
     """
@@ -343,8 +338,7 @@ class _ReadOptions(dict[str, Any]):
 
 
 def prime(optimizer: Optimizer, param: torch.Tensor, group: Mapping[str, Any], device: str) -> dict[str, Any] | None:
-    """Create the optimizer state that the first step on `device` would create; return the options that it begins with,
-    or None if no state was created.
+    """Create the state that a first step on `device` would; return the options that it begins with, if there is any.
 
     Done only for torch.optim (by `_init_group`), where the first update stays exact. A first step that differs from
     later ones (SGD with dampening), and any other optimizer, is captured twice instead.

@@ -22,7 +22,7 @@ from ..graph.origin import is_installed, is_own_code, is_user_file, own_modules
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
-from .batch_reads import Reader, ReadValues
+from .batch_reads import READS, Reader, ReadValues, read_refused, value_read
 from .branches import Branches
 from .call_structure import LENGTHS, Structure, in_place, leaf_names, take_apart
 from .counted_places import CountedPlaces, asked_number
@@ -45,23 +45,17 @@ from .state import Hyper, StepState
 from .traced_modules import modules_seen
 from .watch import Watch
 
-_READS: dict[Any, str] = {
-    torch.Tensor.item: "item()", torch.Tensor.tolist: "tolist()", torch.Tensor.numpy: "numpy()",
-    torch.Tensor.__array__: "numpy()", torch.Tensor.__dlpack__: "DLPack", torch.Tensor.__contains__: "`in`",
-    torch.Tensor.__bool__: "bool(), which `if`, `while` and `and` call", torch.Tensor.is_nonzero: "is_nonzero()",
-    torch.Tensor.__float__: "float()", torch.Tensor.__int__: "int()", torch.Tensor.__complex__: "complex()",
-    torch.Tensor.__index__: "use as an index",
-}  # fmt: skip
 _IN_PLACE: dict[Any, Any] = {
     getattr(torch.Tensor, f"{name}_"): getattr(torch.Tensor, name)
     for name in ("add", "sub", "mul", "div", "floor_divide", "remainder")
 }
+_ASK_TRUTH = "__bool__", "is_nonzero", "_assert"
+_OF_BOOL = *_ASK_TRUTH, "item", "tolist", "__int__", "__float__"
 _SET_DATA = cast(Any, torch.Tensor.data).__set__
 _INTERNAL = ("capture/trace.py", "torch/_tensor.py", "torch/overrides.py", "torch/_subclasses/fake_tensor.py")
 _TEXT = tuple(getattr(torch.Tensor, name) for name in ("__format__", "__repr__"))
 _SET_GRAD, _GET_GRAD = cast(Any, torch.Tensor.grad).__set__, cast(Any, torch.Tensor.grad).__get__
 _FACTS = _torch.METADATA - {_GET_GRAD}
-ONE_GRAPH = "a step whose operations do not depend on values: one graph is captured and run for every batch"
 
 
 class TensorLeaf:
@@ -75,7 +69,7 @@ def trace_step(request: Request) -> Traced:
         run.trace()
     except WholestepError as error:
         if isinstance(error, CaptureError):
-            error.branches = run.branches.expected
+            error.branches = error.branches or run.branches.expected
         returned = isinstance(error, RefusedError)  # raised after the step's return: its traceback has no user line
         error.where = error.where or run.watch.found_at or ("" if returned else user_frame_of(error))
         raise
@@ -113,18 +107,22 @@ class Traced:
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
-        request, fakes = self.request, self.stand_ins
+        request, fakes, state = self.request, self.stand_ins, self.request.state
         pairs = zip(request.names, request.call.leaves, strict=True)
         full_shapes = request.full_shapes  # the values of a part do not determine a read of the whole
         batch = {n: leaf for n, leaf in pairs if n not in full_shapes or tuple(leaf.shape) == full_shapes[n]}
         self.reader = Reader(fakes.inputs, batch)
+        if request.options.branches and request.options.branches_of_batch:  # what an error may show
+            held = *state.params.values(), *state.buffers.values(), *held_state.optimizer_state(state)
+            batch = batch | {entry.input.name: entry.tensor for entry in held}
+            options = {h.name: float(_option_place(state, h).get()) for h in request.hypers}
+            batch |= {name: torch.tensor(option, dtype=torch.float64) for name, option in options.items()}
+        self.values_now = Reader(fakes.inputs, batch)
         self.numbers = Numbers(fakes.mode, sum(i.role is not Role.BATCH for i in fakes.inputs), self._add_number)
         self.branches = Branches(fakes.inputs, request.options, self.reader.now)
         self.places = CountedPlaces(request, fakes.symbols, self.branches, self.known, _calling_text)
         self.own = OwnTensors(_calling_text)
-        self.watch = Watch(
-            request.state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find
-        )
+        self.watch = Watch(state, request.reach, request.promoted, self.numbers, self.own, _calling_text, request.find)
         self.given = dict[str, torch.Tensor]()
         self.rounded = RoundedUpdates({})
 
@@ -332,9 +330,7 @@ class Traced:
         self.counts.begin(optimizer)
 
     def _new_values(self, fakes: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Return the value of each input after the step. One of another shape or dtype is assigned by each call: the
-        input stays as it is.
-        """
+        """Return the value of each input after the step, which stays where each call assigns one of another kind."""
         state, finals = self.request.state, list[torch.Tensor]()
         for i in self.stand_ins.inputs:
             was = now = fakes[i.name]
@@ -397,8 +393,7 @@ _ASKS_FOR_ZERO = ("eq", "ne", "bool")
 
 
 class _TorchCalls(_torch.FunctionMode):
-    """Intercepts the torch calls of the step: answers or refuses reads of values, computes with fakes of the user's
-    tensors.
+    """Intercepts the torch calls of the step: answers or refuses reads, computes with fakes of the user's tensors.
 
     `zeros` maps hypers to whether they are zero, which optimizers test; guards check it in each call.
     """
@@ -431,7 +426,7 @@ class _TorchCalls(_torch.FunctionMode):
         plain = self._plain.get(func)
         if plain is None:
             name: str = getattr(func, "__name__", "")
-            forms = form_of(func), _torch.of_tensors(func), _READS.get(func)
+            forms = form_of(func), _torch.of_tensors(func), READS.get(func)
             named = name in INSTEAD or name.strip("_") in (*_ASKS_FOR_ZERO, "get", "set")
             asked = func in (*_TEXT, *AS_TENSOR, *_torch.SUBTRACTIONS, cuda_attention.SDPA)
             plain = self._plain[func] = not (named or asked or any(forms))
@@ -443,7 +438,7 @@ class _TorchCalls(_torch.FunctionMode):
         if self._is_plain(func) and not self._numbers.among(args):
             refuse_generators(named)
             return func(*args, **named)
-        reading = _READS.get(func)
+        reading = READS.get(func)
         name = getattr(func, "__name__", "").strip("_")
         asks_for_zero = name in _ASKS_FOR_ZERO and id(args[0]) in self._zeros
         if asks_for_zero and not any(isinstance(a, torch.Tensor) or a for a in args[1:]):
@@ -460,21 +455,14 @@ class _TorchCalls(_torch.FunctionMode):
                 func = _IN_PLACE.get(func, func)
             args = self._numbers.operands(func, args)
         if reading and not _torch.known_constant(args[0]):
-            value = self._known(args[0])
+            refusal, value = read_refused(func, args[0]), cast(Any, self._known(args[0]))
+            if value is None and func.__name__ in (_OF_BOOL if args[0].dtype is torch.bool else _ASK_TRUTH):
+                value = self._step.branches.take(args[0], _calling_text())
+            value = self._in_error(args[0], refusal) if value is None else value
             if value is not None:
                 with _torch.outside_of_trace():
-                    return func(value, *args[1:], **named)
-            branch = self._step.branches.take(args[0], _calling_text()) if func is torch.Tensor.__bool__ else None
-            if branch is not None:
-                return branch
-            refusal = _reads_value(
-                f"the step reads the value of a tensor of shape {tuple(args[0].shape)} with {reading} "
-                "while it is being captured",
-                "return the tensor and read it after the call, or choose with torch.where; "
-                "wholestep.callback(fn, tensor) calls fn with its value in each step"
-                + ("; a function of arrays can be an op: torch.library.custom_op" if reading == "numpy()" else "")
-                + ("; item() and tolist() give numbers of rows to cut by" if reading == "int()" else ""),
-            )
+                    tensor = torch.full(args[0].shape, value) if isinstance(value, bool) else value
+                    return func(tensor, *args[1:], **named)
             if func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
                 return self._step.watch.computed_array(args[0].detach(), refusal)
             return self._step.places.read(func, args[0], refusal)
@@ -482,10 +470,13 @@ class _TorchCalls(_torch.FunctionMode):
             return func(self._known(args[0]), *args[1:])
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
             self._numbers.refuse_read(args[0], "text", _calling_text())
+            refusal = error_of_text(f"a tensor of shape {tuple(args[0].shape)}")
+            if (value := self._in_error(args[0], refusal)) is not None:
+                return func(value, *args[1:])
             file = (_calling_line() or ("",))[0]
             if func is torch.Tensor.__format__ and (is_installed(file) or not is_own_code(file)):
                 return text_of_tensor(_calling_text())  # mostly of an error that is not raised
-            raise error_of_text(f"a tensor of shape {tuple(args[0].shape)}")
+            raise refusal
         refuse_generators(named)
         if func is cuda_attention.SDPA and self._step.kernels:  # a name that the step imported
             return cuda_attention.attention(func, *args, **named)
@@ -504,6 +495,18 @@ class _TorchCalls(_torch.FunctionMode):
         if returned is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:
             self._step.saw_no_grad(args[0])
         return returned
+
+    def _in_error(self, tensor: torch.Tensor, refusal: CaptureError) -> torch.Tensor | None:
+        """Return what a tensor is in this call, behind the branches that no program took: it most often is of an error
+        that the step raises there. The refusal of a step that raises none; None if it is not known.
+        """
+        assumed, taken, traced = self._step.request.options.branches, self._step.branches, _torch.traced_node(tensor)
+        if not assumed or len(taken.decided) < len(assumed) or traced is None or _torch.inside_transform():
+            return None
+        value = self._step.values_now.now(*traced)
+        if value is not None and self.refused is None:
+            refusal.where, refusal.branches, self.refused = _calling_text(), taken.expected, refusal
+        return value
 
     def _called(self, func: Any, args: Any, named: dict[str, Any]) -> Any:
         form = _torch.of_tensors(func) if self._numbers.among([*args, *named.values()]) else None
@@ -574,19 +577,13 @@ def _is_called_by_user() -> bool:
     return frame is not None and is_user_file(frame.f_code.co_filename)
 
 
-def _reads_value(text: str, next_step: str, where: str = "") -> CaptureError:
-    error = CaptureError(text, ONE_GRAPH, next_step, where)
-    error.reads_value = True
-    return error
-
-
 def _explain(error: Exception) -> CaptureError:
     """Return a CaptureError for an error of torch's tracer or of the user's code."""
     where = user_frame_of(error)
     if asked := asked_number(error, where):
         return asked
     if isinstance(error, _torch.DATA_DEPENDENT):
-        return _reads_value(
+        return value_read(
             f"the step has an operation whose result depends on values: {first_line(error)}",
             "use an operation with fixed sizes (torch.where, masks, padding) or keep it outside the step",
             where,

@@ -77,8 +77,7 @@ def _cast_tree(
 def overridden(state: StepState, overrides: Mapping[str, nn.Module]) -> Generator[None]:
     """Replace each submodule whose path matches a key (globs allowed) inside this context.
 
-    A replacement refers to the original module or its parameters; one with other parameters is refused, and so is a key
-    that matches no submodule.
+    A replacement refers to the original module or its parameters. Others are refused, and keys that match nothing.
     """
     param_ids = {id(h.tensor) for h in state.params.values()}
     with _torch.undone():

@@ -383,9 +383,7 @@ class Watch:
             self._expected.append(expect(place, before))
 
     def _may_replace(self, before: Any, after: Any) -> bool:
-        """Return whether a container can be made anew in each call: the step changes nothing in the old one, and puts
-        the new one in one place.
-        """
+        """Return whether a container can be made anew in each call: the old one stays, the new one is in one place."""
         changed = any(c.holder is before and c.changes() for c in self._watched)
         places = sum(value is after for c in self._watched for value in c.now().values())
         return isinstance(before, tuple) or not (changed or places > 1)
@@ -408,9 +406,7 @@ class Watch:
         return Recipe(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
     def stand_in(self, index: int, name: str, value: Any, fake: torch.Tensor | None) -> Any:
-        """What the step is given in place of leaf `index`, whose value may be any: an input, if it is a number. The
-        contents of an array are those of `fake`.
-        """
+        """What stands for leaf `index`, whose value may be any: input for a number; an array with what `fake` has."""
         self.open_arguments[index] = value
         place = Location(name, Reads(lambda i: as_given(self.open_arguments[i])), index)
         kind = np.ndarray if fake is not None else cast(type[Any], type(value))
