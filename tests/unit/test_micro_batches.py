@@ -548,7 +548,7 @@ def test_values_that_cross_loops_are_kept_or_computed_again() -> None:
     [
         (lambda: ws.MicroBatches(0), PlanError, "MicroBatches(0)"),
         (lambda: ws.MicroBatches(2.0), PlanError, "MicroBatches(pieces=2.0)"),  # type: ignore[arg-type]
-        (lambda: _final([ws.MicroBatches(2), ws.MicroBatches(3)]), PlanError, "MicroBatches twice"),
+        (lambda: _final([ws.MicroBatches(2), ws.MicroBatches(3)]), PlanError, "two MicroBatches"),
         (lambda: _final(ws.MicroBatches(2), "time=2"), MeshError, "mesh time=2 has an axis 'time'"),
         (lambda: ws.compile(_next_token, parallel=ws.MicroBatches(2), mesh="time=1"), MeshError, "has an axis 'time'"),
         (

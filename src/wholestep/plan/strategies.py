@@ -24,6 +24,7 @@ from .tensor_parallel import SolvedLayouts, TensorParallel
 
 K = TypeVar("K")
 V = TypeVar("V")
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,23 @@ class Strategies:
 
     parts: tuple[Strategy, ...]
 
+    def of(self, *kinds: type[S]) -> list[S]:
+        """The parts of some classes."""
+        return [part for part in self.parts if isinstance(part, kinds)]
+
+    def changed(self, kind: type[S], change: Callable[[S], Strategy]) -> Strategies:
+        """These strategies with what `change` makes of those of a class."""
+        return Strategies(tuple(change(part) if isinstance(part, kind) else part for part in self.parts))
+
     @property
     def data(self) -> DataParallel | None:
         """The data-parallel strategy."""
-        return next((p for p in self.parts if isinstance(p, DataParallel)), None)
+        return next(iter(self.of(DataParallel)), None)
 
     @property
     def context(self) -> ContextParallel | None:
         """The strategy whose ranks share tokens."""
-        return next((p for p in self.parts if isinstance(p, ContextParallel)), None)
+        return next(iter(self.of(ContextParallel)), None)
 
     @property
     def options(self) -> DataParallel:
@@ -60,7 +69,7 @@ class Strategies:
     @property
     def micro_batches(self) -> MicroBatches | None:
         """The strategy that cuts the batch of a rank into pieces."""
-        return next((part for part in self.parts if isinstance(part, MicroBatches)), None)
+        return next(iter(self.of(MicroBatches)), None)
 
     @property
     def pieces(self) -> int:
@@ -83,46 +92,39 @@ class Strategies:
     @property
     def open_parts(self) -> list[TensorParallel]:
         """The parts whose layouts are to be solved for."""
-        return [part for part in self.parts if isinstance(part, TensorParallel) and part.is_open]
+        return [part for part in self.of(TensorParallel) if part.is_open]
 
     def with_open(self, change: Callable[[TensorParallel], Strategy]) -> Strategies:
         """These strategies with `open_parts` changed."""
-        changed = {id(part): change(part) for part in self.open_parts}
-        return Strategies(tuple(changed.get(id(part), part) for part in self.parts))
+        return self.changed(TensorParallel, lambda part: change(part) if part.is_open else part)
 
     def in_pieces(self, micro_batches: MicroBatches) -> Strategies:
         """These strategies with `micro_batches` in place of their micro-batches."""
-        parts = tuple(part for part in self.parts if not isinstance(part, MicroBatches))
+        parts = tuple(part for part in self.parts if part is not self.micro_batches)
         return Strategies((*parts, micro_batches) if micro_batches.pieces != 1 or not parts else parts)
 
     def gathering(self, again: bool | None, keep_gathered_bytes: int | None = None) -> Strategies:
         """These strategies with other `reshard_after_forward` and `keep_gathered_bytes` of data parallelism."""
-        if self.data is None:
-            return self
-        budget = self.data.keep_gathered_bytes if keep_gathered_bytes is None else keep_gathered_bytes
-        data = replace(self.data, reshard_after_forward=again, keep_gathered_bytes=budget)
-        return Strategies(tuple(data if part is self.data else part for part in self.parts))
+        budget = {} if keep_gathered_bytes is None else {"keep_gathered_bytes": keep_gathered_bytes}
+        return self.changed(DataParallel, lambda data: replace(data, reshard_after_forward=again, **budget))
 
     def owned(self, owners: Mapping[str, int]) -> Strategies:
         """These strategies with these owners of parameters."""
-        options = replace(self.options, owners=owners)
-        return Strategies(tuple(options if part is self.data else part for part in self.parts))
+        return self.changed(DataParallel, lambda data: replace(data, owners=owners))
 
     @property
     def pipeline(self) -> Pipeline | None:
         """The strategy that cuts the step into stages."""
-        return next((part for part in self.parts if isinstance(part, Pipeline)), None)
+        return next(iter(self.of(Pipeline)), None)
 
     @property
     def beside_stages(self) -> tuple[Strategy, ...]:
         """The strategies that neither cut the step into stages nor the batch into pieces."""
-        return tuple(part for part in self.parts if not isinstance(part, (Pipeline, MicroBatches)))
+        return tuple(part for part in self.parts if part not in (self.pipeline, self.micro_batches))
 
     def staged(self, graph: TrainGraph, mesh: Mesh, hardware: Hardware) -> Strategies:
         """These strategies with the parameters of each stage by name."""
-        return Strategies(
-            tuple(p.resolved(graph, mesh, hardware) if isinstance(p, Pipeline) else p for p in self.parts)
-        )
+        return self.changed(Pipeline, lambda pipeline: pipeline.resolved(graph, mesh, hardware))
 
     def planning_mesh(self, graph: TrainGraph, mesh: Mesh) -> Mesh:
         """The mesh of ranks, with an axis `time` if there are micro-batches. Raises MeshError if it has one already.
@@ -157,10 +159,10 @@ class Strategies:
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
-        users: dict[str, str] = {}
-        for part in sorted(self.parts, key=lambda p: isinstance(p, ExpertParallel)):
+        users, experts = dict[str, str](), self.of(ExpertParallel)
+        for part in sorted(self.parts, key=experts.__contains__):
             for axis in part.axes(mesh):
-                if axis in users and not isinstance(part, ExpertParallel):
+                if axis in users and part not in experts:
                     problem = f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}"
                     needed = "a separate axis for each strategy"
                     raise PlanError(problem, needed, f'pass axis=, as in DataParallel(axis="{mesh.names[0]}")')
@@ -178,28 +180,27 @@ class Strategies:
         """
         out = dict(base)
         for part in self.by_storage:
-            if not isinstance(part, ExpertParallel) or self._may_be_apart(graph, mesh):
+            if part != self.experts or self._may_be_apart(graph, mesh):
                 out = part.resting(graph, mesh, out)
         return out
 
     @property
     def experts(self) -> ExpertParallel | None:
         """The strategy whose ranks have experts."""
-        return next((part for part in self.by_storage if isinstance(part, ExpertParallel)), None)
+        return next(iter(self._read_by_host().of(ExpertParallel)), None)
 
     @property
     def by_storage(self) -> tuple[Strategy, ...]:
-        """The strategies in the order in which they say where parameters are stored; in pieces and stages the host
-        reads no numbers of rows.
-        """
-        parts = self.without_host_reads().parts if self.micro_batches or self.pipeline else self.parts
-        return tuple(sorted(parts, key=lambda p: (isinstance(p, ExpertParallel), p is self.data)))
+        """The strategies in the order in which they say where parameters are stored."""
+        return tuple(sorted(self._read_by_host().parts, key=lambda p: (p == self.experts, p is self.data)))
+
+    def _read_by_host(self) -> Strategies:
+        """These strategies; in pieces and stages the host reads no numbers of rows."""
+        return self.without_host_reads() if self.micro_batches or self.pipeline else self
 
     def without_host_reads(self) -> Strategies:
         """These strategies, of which none chooses that the host reads numbers of rows."""
-        auto = (p for p in self.parts if isinstance(p, ExpertParallel) and p.method == "auto")
-        chosen = {id(p): replace(p, host_reads=False) for p in auto}
-        return Strategies(tuple(chosen.get(id(p), p) for p in self.parts))
+        return self.changed(ExpertParallel, lambda p: replace(p, host_reads=False) if p.method == "auto" else p)
 
     def sorts_apart(self, graph: TrainGraph, mesh: Mesh) -> dict[str, Apart]:
         """Sorts of rows by expert of which each rank has those of its own experts. Raises PlanError."""
@@ -225,9 +226,7 @@ class Strategies:
         if method == "gather_rows":
             problem = f"ExpertParallel along {axis!r}, of which each rank has a batch or micro-batches of its own"
             needed = "ranks that share one batch: each computes the rows of all for its experts"
-            next_step = (
-                'give method="rows", DataParallel(..., semantics="global") without MicroBatches, or another axis'
-            )
+            next_step = 'give method="rows", or semantics="global" without MicroBatches, or another axis'
             raise PlanError(problem, needed, next_step)
         return method == "rows"
 
@@ -251,11 +250,10 @@ class Strategies:
     def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
         """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost, `time` innermost."""
         dims: dict[int, tuple[str, ...]] = {}
-        for part in sorted(self.parts, key=lambda p: (p is not self.data, isinstance(p, MicroBatches))):
+        for part in sorted(self.parts, key=lambda p: (p is not self.data, p is self.micro_batches)):
             cut = part.batch_cut(mesh, name, ndim)
             if cut is not None:
-                several = tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
-                dims[cut.dim] = dims.get(cut.dim, ()) + several
+                dims[cut.dim] = dims.get(cut.dim, ()) + tuple(a for a in cut.axes if mesh.axis_size(a) > 1)
         return tuple(BatchCut(dim, axes) for dim, axes in dims.items() if axes)
 
     def async_axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -267,8 +265,7 @@ class Strategies:
         return tuple(p.axis for p in self._tensor(mesh) if p.reshard_after_forward)
 
     def _tensor(self, mesh: Mesh) -> list[TensorParallel | SolvedLayouts]:
-        tensor = [part for part in self.parts if isinstance(part, (TensorParallel, SolvedLayouts))]
-        return [part for part in tensor if mesh.axis_size(part.axis) > 1]
+        return [part for part in self.of(TensorParallel, SolvedLayouts) if mesh.axis_size(part.axis) > 1]
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Raise PlanError if the completed plan breaks a promise of one of the strategies."""
@@ -301,30 +298,33 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
         problem = f"parallel={shown(wrong[0] if wrong else parts)}"
         needed = "a strategy, as DataParallel or TensorParallel, or a list of them"
         raise PlanError(problem, needed, f'pass parallel=wholestep.DataParallel("{style}")')
-    if sum(isinstance(p, DataParallel) for p in parts) > 1:
-        raise PlanError("two DataParallel strategies", "one, over one or several axes", "pass one with axis=(...)")
-    if sum(isinstance(p, ContextParallel) for p in parts) > 1:
-        raise PlanError("two ContextParallel strategies", "one, over one axis", "pass one")
-    if sum(isinstance(p, ExpertParallel) for p in parts) > 1:
-        raise PlanError("two ExpertParallel strategies", "one, over one axis", "pass one")
-    if sum(isinstance(p, MicroBatches) for p in parts) > 1:
-        raise PlanError("MicroBatches twice", "one number of pieces", "pass one with the product of both")
-    style = next((p.style for p in parts if isinstance(p, DataParallel) and isinstance(p.style, str)), "fully_shard")
-    parts = tuple(replace(p, style=p.style or style) if isinstance(p, ContextParallel) else p for p in parts)
-    return Strategies(_with_pieces_of_pipeline(parts))
+    strategies = Strategies(parts)
+    for kind, cure in _ONE_OF.items():
+        if len(strategies.of(kind)) > 1:
+            raise PlanError(f"two {kind.__name__} strategies", *cure)
+    style = strategies.data.style if strategies.data and isinstance(strategies.data.style, str) else "fully_shard"
+    return _with_pieces_of_pipeline(strategies.changed(ContextParallel, lambda p: replace(p, style=p.style or style)))
 
 
-def _with_pieces_of_pipeline(parts: tuple[Strategy, ...]) -> tuple[Strategy, ...]:
-    """`parts` with the `MicroBatches` that a `Pipeline` asks for."""
-    pipelines = [part for part in parts if isinstance(part, Pipeline)]
-    if len(pipelines) > 1:
-        raise PlanError("two Pipeline strategies", "one axis of stages", "pass one, with chunks= for several a rank")
-    pieces = pipelines[0].micro_batches if pipelines else 1
-    number = next((part.pieces for part in parts if isinstance(part, MicroBatches)), None)
-    if pipelines and number == "auto":
+_ONE_OF: dict[type[Strategy], tuple[str, str]] = {
+    DataParallel: ("one, over one or several axes", "pass one with axis=(...)"),
+    ContextParallel: ("one, over one axis", "pass one"),
+    ExpertParallel: ("one, over one axis", "pass one"),
+    MicroBatches: ("one number of pieces", "pass one with the product of both"),
+    Pipeline: ("one axis of stages", "pass one, with chunks= for several a rank"),
+}
+
+
+def _with_pieces_of_pipeline(strategies: Strategies) -> Strategies:
+    """`strategies` with the `MicroBatches` that a `Pipeline` asks for."""
+    pipeline, micro_batches = strategies.pipeline, strategies.micro_batches
+    if pipeline is None or micro_batches is None:
+        pieces = pipeline.micro_batches if pipeline else 1
+        return replace(strategies, parts=(*strategies.parts, MicroBatches(pieces))) if pieces > 1 else strategies
+    if micro_batches.pieces == "auto":
         problem, needed = 'MicroBatches("auto") with Pipeline', "a number of pieces: stages share them"
         raise PlanError(problem, needed, "give a number, as Pipeline(micro_batches=8)")
-    if pieces > 1 and number is not None and number != pieces:
-        problem = f"Pipeline(micro_batches={pieces}) beside MicroBatches({number})"
+    if pipeline.micro_batches not in (1, micro_batches.pieces):
+        problem = f"Pipeline(micro_batches={pipeline.micro_batches}) beside MicroBatches({micro_batches.pieces})"
         raise PlanError(problem, "one number of pieces", "leave out one of them")
-    return (*parts, MicroBatches(pieces)) if pieces > 1 and number is None else parts
+    return strategies

@@ -98,8 +98,7 @@ def _as_said(message: _Said, base: Strategies, label: str) -> AutoChoice:
 def same_numbers(cached: Strategies, requested: Strategies) -> Strategies:
     """`cached`, which may store tensors otherwise than `requested`. Raises PlanError: they compute other numbers."""
     pairs = [(n.name, cached.options, requested.options) for n in fields(DataParallel) if n.name not in _STORES]
-    solved = [part for part in cached.parts if isinstance(part, SolvedLayouts)]
-    pairs += [("input_dim", s, t) for s in solved for t in requested.parts if isinstance(t, TensorParallel)]
+    pairs += [("input_dim", s, t) for s in cached.of(SolvedLayouts) for t in requested.of(TensorParallel)]
     for name, cached_part, requested_part in pairs:
         stored, needed = getattr(cached_part, name), getattr(requested_part, name)
         if stored != needed:
@@ -118,7 +117,7 @@ def _chosen(
     plan = explained(search)
     assert plan.objective is not None, "it was chosen for one"
     notes = tuple(plan.notes[len(search.plan.notes) :])
-    if any(isinstance(part, (SolvedLayouts, PerParameterStorage, MicroBatches)) for part in best.parts):
+    if best.of(SolvedLayouts, PerParameterStorage, MicroBatches):
         return AutoChoice(plan.objective, solved=best, notes=notes)
     names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
     return AutoChoice(plan.objective, template=names.index(search.best.name), notes=notes)
