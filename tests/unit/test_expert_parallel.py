@@ -292,7 +292,7 @@ def test_ranks_with_batches_of_their_own(parallel: list[Any]) -> None:
     assert _refused(mixture("mixtral", 4), "dp=2", [*parallel, APART[1]]) == (
         "ExpertParallel along 'dp', of which each rank has a batch or micro-batches of its own\n"
         "  needed: ranks that share one batch: each computes the rows of all for its experts\n"
-        '  next: give method="rows", DataParallel(..., semantics="global") without MicroBatches, or another axis'
+        '  next: give method="rows", or semantics="global" without MicroBatches, or another axis'
     )
 
 
