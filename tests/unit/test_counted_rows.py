@@ -356,7 +356,7 @@ def made(body: Callable[..., Tensor]) -> Any:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
         model = Picks(body)
-        return model, torch.optim.AdamW(model.parameters(), 1e-2)
+        return model, torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9, weight_decay=0.1)
 
     return make
 
@@ -596,7 +596,7 @@ def seen_by_numpy(hit: Tensor) -> Any:
 
 @pytest.mark.parametrize("change", [added_to_each, added_to_all, added_in_the_loop, added_by_numpy, seen_by_numpy])
 def test_places_that_share_memory_are_not_written(change: Callable[[Tensor], Any]) -> None:
-    text = refused(lambda m, h: m.out(h).square().mean() * change((h.sum(0) > -9.0).nonzero().squeeze(1)))
+    text = refused(lambda m, h: m.out(h).square().mean() * change((h[:, :2].sum(0) > -9.0).nonzero().squeeze(1)))
     assert "the step writes into computed integers that Python has read" in text[0]
 
 

@@ -169,7 +169,7 @@ def test_the_host_reads_once_a_layer() -> None:
     """Rows and scores of tokens go there, results come back, and the same backward; counts are gathered once. The plan
     says how many bytes that is if experts have as many rows each.
     """
-    comparison = compare(mixture("mixtral", 2), "dp=2", SENT)
+    comparison = compare(mixture("mixtral", 2, layers=2), "dp=2", SENT)
     local, all_to_all = comparison.local, comparison.local.collectives()["all_to_all"]
     assert any(f", {human(all_to_all.bytes / 2)} by rows" in note for note in comparison.plan.notes)
     assert len(local.graph.find_nodes(op="call_function", target=rows_by_rank)) == 2
