@@ -56,9 +56,7 @@ def compiled(
     backend: Backend, graph: Graph, inputs: Sequence[Input], example_inputs: Sequence[Any],
     clock: NodeClock | None = None, recordings: Recordings | None = None,
 ) -> Run:  # fmt: skip
-    """`graph`, bound to a rank, as a function from inputs like `example_inputs` to outputs. With `recordings`, it is
-    recorded where it can be.
-    """
+    """`graph`, bound to a rank, as a function of inputs like `example_inputs`; recorded where `recordings` allow it."""
     if clock is not None and not backend.times_nodes:
         problem = f"backend {backend.name!r} does not time nodes"
         needed = "one with times_nodes for measure=True and profile"

@@ -11,7 +11,7 @@ import operator
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from traceback import walk_tb
 from types import CodeType, FrameType
 from typing import Any, cast
@@ -199,7 +199,7 @@ class _Eager:
         self.source = self._write()
         scope: dict[str, Any] = {**self._constants, WAITS: self._waits, GO_TO: int, "math": math, "quotient": quotient}
         if not self._is_body:
-            scope[LANDMARKS] = Landmarks.of(self._numbered, self._graph, self.source)
+            scope[LANDMARKS] = cache(partial(Landmarks.of, self._numbered, self._graph, self.source))
         first = {name: partial(self._fit, value) for name, value in scope.items() if name.startswith("_f")}
         code = compile(self.source, "<wholestep eager>", "exec")
         self._run: _Function = _defined(code, scope)

@@ -111,7 +111,9 @@ def _bind(
             ends = (here, args[1]) if node.target in SENDS else (args[3], here)
             node.args = (*args[:-1], groups.get(channel(str(args[-1]), *ends), groups[str(args[-1])]))
         else:
-            _torch.set_operands(node, *_arguments(node, coordinate, pieces))
+            args, kwargs = _arguments(node, coordinate, pieces)
+            if args is not node.args or kwargs is not node.kwargs:
+                _torch.set_operands(node, args, kwargs)
     return graph
 
 

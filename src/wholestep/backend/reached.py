@@ -1,6 +1,6 @@
 """How far a generated function had come when it raised: whether it had changed an input, and what it had exchanged.
 
-A function knows the line of its first change and those of its collectives, so that a call that succeeds notes nothing.
+The line of its first change and those of its collectives are found when it raises: a call that succeeds notes nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
+from types import NoneType
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from ..graph.region import Region, inputs_of, region_of
 from ..passes.reinplace import aliased
 from ..rules.registry import is_random
 
-LANDMARKS = "wholestep_landmarks"  # a global of a generated function
+LANDMARKS = "wholestep_landmarks"  # a global of a generated function, which finds them
 GO_TO = "wholestep_go_to"  # another one: a function that says which line is next, where lines are left out
 _NEVER = 1 << 60
 
@@ -55,9 +56,7 @@ class Landmarks:
 
 @dataclass(frozen=True)
 class Reached:
-    """How far a call had come: whether state may have `changed`, and how many collectives were `begun`, of which none
-    is known where one was at work.
-    """
+    """Whether state may have `changed`, and how many collectives were `begun`: None is known where one was at work."""
 
     changed: bool = False
     begun: int | None = 0
@@ -66,7 +65,7 @@ class Reached:
 def reached(error: BaseException) -> Reached:
     """How far the outermost generated function had come that `error` left. Without one, all may have been done."""
     for frame, line in walk_tb(error.__traceback__):
-        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS, NoneType)()
         if landmarks is not None:
             before = sum(end < line for _, end in landmarks.exchanges)
             torn = line >= landmarks.change or (line in landmarks.late and line >= landmarks.late_change)
@@ -77,10 +76,10 @@ def reached(error: BaseException) -> Reached:
 def rest_of(error: BaseException) -> Callable[[], None] | None:
     """What completes the last call where `error` has left a function that had begun to; None if it had not."""
     for frame, line in walk_tb(error.__traceback__):
-        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS)
+        landmarks: Landmarks | None = frame.f_globals.get(LANDMARKS, NoneType)()
         if landmarks is not None and line > landmarks.late_change:
             text = "\n".join(late for number, late in landmarks.late.items() if number > line)
-            scope = {**frame.f_globals, **frame.f_locals, LANDMARKS: None}  # what raises there leaves it torn
+            scope = {**frame.f_globals, **frame.f_locals, LANDMARKS: NoneType}  # what raises there leaves it torn
             return torch.no_grad()(partial(exec, text, scope))
     return None
 

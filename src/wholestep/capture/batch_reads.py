@@ -17,7 +17,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.graph import Input
-from ..graph.nodes import copy_node, is_mutating, operands, reached
+from ..graph.nodes import copy_node, drop_dead, is_mutating, operands, reached
 from ..graph.op_kinds import COUNTS_ROWS
 from ..rules.registry import is_random
 
@@ -131,7 +131,7 @@ class Reader:
         if any(node not in copied for node in targets):
             return None
         new.output(tuple(copied[node] for node in targets))
-        new.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or is_mutating(n))
+        drop_dead(new, is_mutating)
         for name in [name for name, node in inputs.items() if not node.users]:
             new.erase_node(inputs[name])
             del given[name]

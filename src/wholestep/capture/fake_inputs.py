@@ -128,18 +128,25 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
 def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
     """Add optimizer state, by optimizer, parameter and key; what is not there yet, the optimizer creates for a fake."""
     fakes = {i.name: fake for i, fake in zip(out.inputs, out.fakes, strict=True)}
+    created = dict[tuple[int, object], list[tuple[str, torch.Tensor]]]()  # for fakes that are alike, once
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         groups = {id(param): group for group in optimizer.param_groups for param in group["params"]}
         for name, parameter in state.params.items():
             entry, group = optimizer.state.get(parameter.tensor), groups.get(id(parameter.tensor))
             if not entry and group is not None and parameter.tensor.requires_grad:
-                _torch.undo(optimizer.state.pop, fakes[name], None)
-                with out.mode, _torch.Remembering(), _torch.tensor_only_optimizers():
-                    held_state.prime(optimizer, fakes[name], group, out.device)
-                for key, value in held_state.in_order(optimizer.state.pop(fakes[name], {})):
-                    if isinstance(value, torch.Tensor):
-                        out.put(held_state.state_input(name, key, value, o, label), value)
-                        out.primed.add(out.inputs[-1].name)
+                alike = id(group), _torch.kind_of([fakes[name]])
+                new = [(key, _torch.other_fake(value)) for key, value in created.get(alike, ())]
+                if not new:
+                    _torch.undo(optimizer.state.pop, fakes[name], None)
+                    with out.mode, _torch.Remembering(), _torch.tensor_only_optimizers():
+                        held_state.prime(optimizer, fakes[name], group, out.device)
+                    entries = held_state.in_order(optimizer.state.pop(fakes[name], {}))
+                    new = [(key, value) for key, value in entries if isinstance(value, torch.Tensor)]
+                    if None not in (alike[1], _torch.kind_of([value for _, value in new])):
+                        created[alike] = new
+                for key, value in new:
+                    out.put(held_state.state_input(name, key, value, o, label), value)
+                    out.primed.add(out.inputs[-1].name)
             for key, value in held_state.in_order(entry or {}):
                 if isinstance(value, torch.Tensor):
                     out.add(held_state.state_input(name, key, value, o, label))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,7 +13,7 @@ from ..errors import CaptureError
 from ..graph import meta
 from ..graph.counted_rows import tie_numbers
 from ..graph.graph import Input, Output, Role, TrainGraph
-from ..graph.nodes import is_mutating, name_in_order, node_at, redirect, written
+from ..graph.nodes import drop_dead, is_mutating, name_in_order, node_at, redirect, written
 from ..graph.op_kinds import CHEAP, COUNTS_ROWS
 from ..graph.ops import GRAD_READY, LOSS
 from ..graph.sizes_in_graph import with_plain_sizes
@@ -25,8 +25,6 @@ from .trace import Traced
 
 aten = torch.ops.aten
 _SAME = {op.default for op in (aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten.detach_)}
-
-
 _WHOLE_VIEWS = frozenset({
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int, aten.permute.default,
     aten.unsqueeze.default,
@@ -50,21 +48,17 @@ def normalize(traced: Traced, keep_grads: bool) -> TrainGraph:
     _cast_gradients_early(graph)
     inputs, constants = _constants_to_inputs(module, traced.stand_ins.inputs)
     outputs = _name_outputs(graph, traced, keep_grads)
-    _drop_unread(graph, COUNTS_ROWS)  # whose number may be read, if not the rows
+    drop_dead(graph, lambda node: node.target in COUNTS_ROWS)  # whose number may be read, if not the rows
     inputs = _drop_unused(graph, inputs, outputs)
     if traced.stand_ins.symbols is not None:
         with_plain_sizes(graph, traced.stand_ins.symbols)
         tie_numbers(graph)
-        _drop_unread(graph)
+        drop_dead(graph, lambda node: False)
     name_in_order(graph, [source.name for source in inputs])
     names = tuple(node.name for node in losses if node in set(graph.nodes))
     result = TrainGraph(graph, tuple(inputs), tuple(outputs), constants, names)
     check_train_graph(result)
     return result
-
-
-def _drop_unread(graph: Graph, keep: Collection[object] = ()) -> None:
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or n.target in keep)
 
 
 def _check_matrices(graph: Graph) -> None:
@@ -151,8 +145,7 @@ def _drop_no_ops(graph: Graph) -> None:
     for node in reversed(aliases):
         graph.erase_node(node)
     for node in list(graph.nodes):
-        same = _same_as(node)
-        if same is not None:
+        if (same := _same_as(node)) is not None:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -38,14 +38,14 @@ def raw_trace(traced: Traced) -> RawTrace | None:
         return None
     lists = traced.stand_ins.inputs, traced.created, traced.draws.repeats
     parts: list[Any] = [torch.get_default_dtype(), traced.fresh_grads, len(traced.result_leaves), *lists]
-    places, tensors, notes = dict[Node, int](), dict[int, torch.Tensor](), dict[int, str]()
+    places, tensors, notes = dict[Any, int](), dict[int, torch.Tensor](), dict[int, tuple[int, str]]()
     for node in traced.module.graph.nodes:
         places[node] = len(places)
         origin = meta.origin(node)
         if id(origin) not in notes:
-            notes[id(origin)] = repr(origin)
+            notes[id(origin)] = len(notes), repr(origin)
         target = node.target if isinstance(node.target, str) else _torch.identity(node.target)
-        parts += (node.name, target, notes[id(origin)], len(node.args), tuple(node.kwargs))
+        parts += (target, notes[id(origin)][0], len(node.args), tuple(node.kwargs))
         result = meta.value(node)
         values: list[Any] = [*node.args, *node.kwargs.values()]
         values += [] if isinstance(result, torch.ScriptObject) else [result]  # of a mark for a profiler
@@ -59,11 +59,12 @@ def raw_trace(traced: Traced) -> RawTrace | None:
             values.clear()
         if not _add(parts, values, places):
             return None
+    parts += (*notes.values(), *places)
     return RawTrace(hashlib.blake2b(repr(parts).encode()).digest(), tuple(tensors.values()))
 
 
-def _add(parts: list[Any], values: Sequence[Any], places: Mapping[Node, int]) -> bool:
-    """Append what the operands and the result of a node are; False where that is not known."""
+def _add(parts: list[Any], values: Sequence[Any], places: dict[Any, int]) -> bool:
+    """Append what the operands and the result of a node are; False where that is not known. Kinds have `places` too."""
     for value in values:
         if type(value) is Node:
             parts += (Node, places[value])
@@ -71,6 +72,10 @@ def _add(parts: list[Any], values: Sequence[Any], places: Mapping[Node, int]) ->
             parts += (list, len(cast(Sequence[Any], value)))
             if not _add(parts, cast(Sequence[Any], value), places):
                 return False
+        elif _torch.is_fake(value):
+            if not _torch.add_kinds(kind := list[Any](), (value,)):
+                return False
+            parts.append(places.setdefault(tuple(kind), len(places)))
         elif not _torch.add_kinds(parts, (value,)):
             return False
     return True

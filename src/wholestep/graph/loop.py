@@ -44,9 +44,7 @@ def loop_of(node: Node) -> Loop | None:
 
 
 def with_bodies(graph: Graph, besides: Callable[[Node], object] = lambda _: None) -> Iterator[tuple[Node, int]]:
-    """Each node of a graph and of the bodies that it runs for pieces, but for nodes `besides`, with the number of times
-    that it runs.
-    """
+    """Each node of a graph, and of the bodies that it runs but in nodes `besides`, with how often it runs."""
     calls = Counter[Graph]()
     for node in graph.nodes:
         yield node, 1

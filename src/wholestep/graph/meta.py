@@ -375,9 +375,7 @@ says, and which of its outputs it is.
 """
 
 set_rows, rows = _entry("wholestep_rows", Rows)
-"""The sort in whose order the outputs of a node have rows (`plan.rows_in_any_order`), and along which dim each has
-them.
-"""
+"""The sort in whose order outputs of a node have rows (`plan.rows_in_any_order`), and the dim of each that has them."""
 
 set_along, along = _entry("wholestep_along", Along)
 """The axis whose ranks have groups in a node (`plan.rows_in_any_order`), and the states of operands and outputs."""

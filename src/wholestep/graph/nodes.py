@@ -166,9 +166,11 @@ def ends_of(graph: Graph) -> list[Node]:
     return operands(next(iter(reversed(graph.nodes))))
 
 
-def drop_dead(graph: Graph) -> None:
-    """Erase calls that nothing reads, except those that are kept without readers (`meta.set_kept`)."""
-    graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output") or meta.is_kept(n))
+def drop_dead(graph: Graph, stays: Callable[[Node], bool] = meta.is_kept) -> None:
+    """Erase calls that nothing reads but those that stay; `Graph.eliminate_dead_code` checks the graph each time."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op not in ("placeholder", "output") and not stays(node):
+            graph.erase_node(node)
 
 
 def redirect(moved: Mapping[Node, Node]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import cast
 
@@ -20,6 +21,7 @@ _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scat
 def check_train_graph(train: TrainGraph) -> None:
     """Raise GraphError, which names the node, if `train` violates an invariant of TrainGraph."""
     _check_ends(train.graph, train.inputs, train.outputs)
+    _check_order(train.graph)
     lasting = {i.name: i.meta for i in train.inputs if i.role is not Role.BATCH}
     for out, node in train.results():
         new, old = meta.one_tensor(node), lasting.get(out.target) if out.kind == "update" else None
@@ -86,10 +88,9 @@ def _check_ends(graph: Graph, inputs: tuple[Input, ...], outputs: tuple[Output, 
     if not nodes or nodes[-1].op != "output" or len(cast(Sequence[object], nodes[-1].args[0])) != len(outputs):
         needed = f"{len(outputs)} values: {[o.target for o in outputs]}"
         raise GraphError("the graph does not end in one output for each named output", needed)
-    names = [i.name for i in inputs]
-    repeated = sorted({n for n in names if names.count(n) > 1}) if len(set(names)) < len(names) else []
-    if repeated:
-        raise GraphError(f"two inputs are called {repeated[0]!r}", "distinct names")
-    stray = sorted(o.target for o in outputs if o.kind == "update" and not o.owner and o.target not in {*names})
+    names = Counter(i.name for i in inputs)
+    if len(names) < len(inputs):
+        raise GraphError(f"two inputs are called {min(n for n in names if names[n] > 1)!r}", "distinct names")
+    stray = sorted(o.target for o in outputs if o.kind == "update" and not o.owner and o.target not in names)
     if stray:
         raise GraphError(f"an output updates {stray[0]!r}, which is no input", "inputs, or state that the step creates")

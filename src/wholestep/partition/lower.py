@@ -243,7 +243,7 @@ class _Lowering:
             sizes = [extent(n, by, self.plan.mesh) for n, by in zip(tensor.shape, axes, strict=True)]
             target, args = DRAWN_INTO[cast(Any, node.target)], (sizes,)
             kwargs = {"dtype": tensor.dtype, "device": torch.device(tensor.device)}
-        cut_by = decision.outputs[0].shard_axes() if decision.outputs else ()
+        cut_by = decision.outputs[0].shard_axes() if cut and decision.outputs else ()
         if cut_by and draws(node):
             parts = tuple((axis, self.plan.mesh.axis_size(axis)) for axis in cut_by)
             target, args = drawn, (Extent(prod(n for _, n in parts), parts, start=True), target, *args)
