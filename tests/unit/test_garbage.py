@@ -3,6 +3,7 @@
 import gc
 import linecache
 import weakref
+from collections import Counter
 from collections.abc import Generator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import wholestep as ws
+from wholestep.distributed.activity import ACTIVITY
 from wholestep.graph.gc_control import collected_after, existing_objects_frozen
 
 
@@ -37,6 +39,48 @@ def test_a_large_compile_ends_with_a_collection() -> None:
     assert gc.get_stats()[2]["collections"] > collections
     assert lost() is None
     assert gc.get_count()[0] < len(held)
+
+
+@pytest.mark.parametrize("new_only", [True, False])
+def test_objects_from_before_are_left_alone_where_none_can_be_garbage_of_a_compile(new_only: bool) -> None:
+    gc.unfreeze()
+    old = weakref.ref(Cycle())
+    with collected_after(lambda: new_only):
+        held = [[i] for i in range(120 * gc.get_threshold()[0])]
+        lost = weakref.ref(Cycle())
+    assert held
+    assert lost() is None
+    assert (old() is not None) == new_only
+    assert gc.get_freeze_count() == 0
+    gc.collect()
+    assert old() is None
+    gc.freeze()  # as all tests find it
+
+
+def test_a_compile_goes_through_old_objects_where_programs_were_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of another step, or of this one: nothing else would free them."""
+    model, batch = nn.Linear(2, 2), torch.ones(1, 2)
+
+    def train_step(x: torch.Tensor, y: torch.Tensor | None = None) -> None:
+        model.zero_grad()
+        model(x if y is None else y).sum().backward()
+
+    def compiled() -> ws.CompiledStep:
+        return ws.compile(train_step, mesh="dp=1", keep_grads=True, max_programs=1)
+
+    monkeypatch.setattr(ACTIVITY, "compiled", Counter())
+    step = compiled()
+    step(batch)
+    assert step._holds_all()
+    other = compiled()
+    other(batch)
+    assert not step._holds_all()
+    assert not other._holds_all()
+    ACTIVITY.compiled.subtract({"train_step": 1})
+    assert step._holds_all()
+    with pytest.warns(UserWarning, match="max_programs=1"):
+        step(torch.ones(1, 2), torch.ones(1, 2))
+    assert not step._holds_all()
 
 
 def test_a_small_compile_does_not() -> None:

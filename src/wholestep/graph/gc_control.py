@@ -10,8 +10,6 @@ from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 _MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
-
-
 _enabled = ContextVar("_enabled", default=False)
 
 
@@ -35,13 +33,18 @@ def collector_paused() -> Generator[None]:
 
 
 @contextmanager
-def collected_after() -> Generator[None]:
+def collected_after(new_only: Callable[[], bool] | None = None) -> Generator[None]:
     """Pause the garbage collector inside this context, and run it at the end if there are so many new objects that it
-    would go through all objects in some later call of a step, which can take longer than the step.
+    would go through all in a later call, which can take longer than its step; old ones not if, by then, `new_only`.
     """
     before = sys.getallocatedblocks()
-    with collector_paused():
+    with collector_paused(), ExitStack() as frozen:
+        if new_only is not None and not gc.get_freeze_count():
+            gc.freeze()
+            frozen.callback(gc.unfreeze)
         yield
+        if new_only is not None and not new_only():
+            frozen.close()
         if _enabled.get() and sys.getallocatedblocks() - before > _MANY * gc.get_threshold()[0]:
             gc.collect()
 

@@ -106,9 +106,7 @@ _COLLECTIVES: dict[object, Collective] = {
 
 
 def collective(kind: Collective) -> Callable[[F], F]:
-    """Marks a function that does what a collective of this kind does: in its place in a bound graph, or fused with
-    products.
-    """
+    """Marks a function that does what a collective does: in its place in a bound graph, or fused with products."""
 
     def note(function: F) -> F:
         _COLLECTIVES[function] = kind

@@ -116,9 +116,7 @@ class Finalizer:
         stage = self.world.coordinate[local.stage_axis]
 
         def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
-            """As the first rank of the stage chooses, with the smallest buckets of any rank; the smallest of all if
-            nothing fits.
-            """
+            """As the first rank of the stage chooses, with the smallest buckets of any rank, or the smallest of all."""
             if key not in self.fits:
                 try:
                     choice = choose()

@@ -174,9 +174,7 @@ class Program:
         }
 
     def shared_along(self, axis: str, leaves: Sequence[Any], with_parts: bool) -> dict[str, torch.Tensor]:
-        """Tensors of a batch of which ranks along `axis` are given the same, by name. `with_parts`: also those of
-        which each takes a part.
-        """
+        """Tensors of a batch, by name, that ranks along `axis` are all given; `with_parts`: those that they cut too."""
         by_name = dict(zip(self.names, leaves, strict=True))
         states = {i.name: self.plan.storage[i.name].state(axis) for i in self.plan.inputs if i.role is Role.BATCH}
         shared = [n for n, at in states.items() if at == REPLICATED or (with_parts and at.kind == "S")]

@@ -474,7 +474,8 @@ class CompiledStep:
             self._note_change(newest)
         ACTIVITY.meets = 0
         busy = ACTIVITY.doing(f"compiling {self.__name__}", self.options.user.agree_timeout_s)
-        with self._stages.reporting(), busy, collected_after(), source_lines_dropped():
+        new_only = None if self.options.auto else self._holds_all
+        with self._stages.reporting(), busy, collected_after(new_only), source_lines_dropped():
             flush_pending()
             inputs = self._inputs(args, kwargs, sizes and sizes.of_all)
             program = self._compile(inputs, self._other_sizes(inputs))
@@ -482,6 +483,11 @@ class CompiledStep:
         if self._verification.is_due(self.calls + 1):
             self._verify(program, None)
         return program
+
+    def _holds_all(self) -> bool:
+        """Whether this process has let go of nothing that it compiled: it has one step, which has all its programs."""
+        compiler = self._compiler
+        return ACTIVITY.compiled.total() == 1 and compiler is not None and len(self.programs) == compiler.captures
 
     def _verify(self, program: Program, inputs: StepInputs | None) -> None:
         """Trace the step again; if it is another one on any rank, ranks forget their programs, and compare the next."""

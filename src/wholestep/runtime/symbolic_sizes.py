@@ -131,9 +131,7 @@ class SymbolicSizes:
         return padded | set(next(named, ()))
 
     def left(self, captured: Capture) -> bool:
-        """Whether a capture has symbols that vary, whose size it did not fix; those that it did are captured one by
-        one.
-        """
+        """Whether a capture has symbols that vary: sizes that it fixed are captured one by one."""
         text, timeout_s = "compiling a region for other sizes", self.options.user.agree_timeout_s
         captured.sized.record.say, captured.sized.record.busy = self.log, lambda: ACTIVITY.doing(text, timeout_s)
         fixed = captured.sized.fixed()
