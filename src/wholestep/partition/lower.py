@@ -39,14 +39,13 @@ from ..rules.registry import draws
 from . import rank_ops
 from .balanced_calls import BalancedCalls
 from .collectives import Emitter, note_owner
+from .cut_early import masks_in_rows, slice_early
 from .extended_calls import ExtendedCalls
 from .fold_pieces import fold_pieces
 from .gather_lifetimes import Regions, find_regions, gathers
-from .mask_rows import masks_in_rows
 from .rank_ops import drawn
 from .ring_calls import RingCalls
 from .rows_by_rank import with_rows_sent
-from .slice_early import slice_early
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
@@ -81,7 +80,7 @@ def written(graph: TrainGraph, plan: Plan) -> LocalGraph:
     with_rows_sent(local.graph, plan.mesh)
     masks_in_rows(local, lowering.once)
     if plan.mesh.pieces > 1:
-        slice_early(local.graph)
+        slice_early(local)
         local = fold_pieces(local, lowering.once, lowering.regathered)
     check_local_graph(local)
     refuse_sent(local.graph)
