@@ -40,9 +40,7 @@ def bound_arguments(node: Node, coordinate: Mapping[str, int]) -> tuple[Any, Any
         args = (args[0], *of_one(cast(Any, args[1]), cast(int, args[2])), args[3])
     if node.target in RANK_DEPENDENT or (node.target in OWN_APART and args[-1] is not None):
         args = (*args[:-1], coordinate[str(args[-1])])
-    if meta.is_ranked(node):
-        return resolve(args, coordinate), {k: resolve(v, coordinate) for k, v in node.kwargs.items()}
-    return args, node.kwargs
+    return resolve(args, coordinate), {k: resolve(v, coordinate) for k, v in node.kwargs.items()}
 
 
 def bound_calls(graph: Graph, coordinate: Mapping[str, int], pieces: int = 1) -> Graph:

@@ -324,9 +324,6 @@ def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:
     return put, get
 
 
-set_ranked, is_ranked = _flag("wholestep_ranked")
-"""Whether arguments of a node contain rank-dependent numbers (`layout.Extent`)."""
-
 set_batch_invariant, is_batch_invariant = _flag("wholestep_batch_invariant")
 """Whether a node of a local graph depends on parameters, state and complete gradients only."""
 

@@ -162,7 +162,6 @@ class RegionCalls:
         meta.set_kept(call)
         meta.set_part_of(call, node.name)
         meta.set_piece(call, piece)
-        meta.set_ranked(call, target is start_receive)
         meta.set_received_of_batch(call, target is start_receive)
         return call
 

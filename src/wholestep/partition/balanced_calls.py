@@ -17,7 +17,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.meta import contiguous, one_tensor, with_shape
 from ..graph.nodes import node_at, operands
-from ..layout import Layout, OfOwner, dealt, has_extent, resolve, shared
+from ..layout import Layout, OfOwner, dealt, resolve, shared
 from ..plan.balanced_queries import Queries, queries_of
 from ..plan.plan import Plan
 from . import rank_ops
@@ -98,7 +98,6 @@ class BalancedCalls:
 
     def _call(self, target: Any, args: tuple[Any, ...], shape: Sequence[int], node: Node) -> Node:
         new = self.emit.call(target, args, contiguous(shape, one_tensor(node)), node)
-        meta.set_ranked(new, has_extent(args))
         meta.set_strided(new, False)
         return new
 

@@ -111,7 +111,6 @@ class Emitter:
             return node_at(node, 0)
         new = self.call(aten.reshape.default, (node, shape), tensor, node)
         meta.set_strided(new, meta.is_strided(node))
-        meta.set_ranked(new, has_extent(shape))
         return new
 
     def _made(self, layout: Layout, full: TensorMeta) -> TensorMeta:
@@ -167,7 +166,7 @@ class Emitter:
         times = 1 if step.kind == "all_gather" else parts
         padded[step.dim] = length = self._on_first_rank(chunk) * times
         if not self._even(size, outer, parts):
-            node = self._ranked(pad_to, (node, step.dim, chunk, times), contiguous(padded, full), node)
+            node = self.call(pad_to, (node, step.dim, chunk, times), contiguous(padded, full), node)
         node = self._dim_first(node, step.dim, padded, full)
         moved = [padded[step.dim], *padded[: step.dim], *padded[step.dim + 1 :]]
         if step.kind == "all_gather":
@@ -185,9 +184,7 @@ class Emitter:
             return start_spread(self.call, [node], [step.dim], self.mesh.axis_size(step.axis), step.axis)
         if sends:
             shape = [extent(n, axes, self.mesh) for n, axes in zip(full.shape, before.dims, strict=True)]
-            new = self._ranked(
-                transfer, (node, step.dim, step.to, shape, step.axis), contiguous(local.shape, local), node
-            )
+            new = self.call(transfer, (node, step.dim, step.to, shape, step.axis), contiguous(local.shape, local), node)
         else:
             args = (node, step.dim, step.axis)
             new = self.call(funcol.broadcast.default, args, contiguous(local.shape, local), node)
@@ -215,12 +212,6 @@ class Emitter:
         """
         pieces = prod(self.mesh.axis_size(a) for a in outer) * parts
         return not isinstance(size, SizeInt) and size // (unit_of(size) or 1) % pieces == 0
-
-    def _ranked(self, target: Callable[..., Any], args: tuple[Any, ...], tensor: TensorMeta, template: Node) -> Node:
-        node = self.call(target, args, tensor, template)
-        if has_extent(args):
-            meta.set_ranked(node)
-        return node
 
     def _dim_first(self, node: Node, dim: int, shape: list[int], full: TensorMeta) -> Node:
         """Permute `dim` to the front and make the tensor contiguous: collectives gather and scatter dim 0. Behind dims
@@ -258,14 +249,14 @@ class Emitter:
         chunk_into = extent(full.shape[into], outer_into, self.mesh, parts)
         shape[step.dim] = self._on_first_rank(chunk_from)
         if not self._even(full.shape[step.dim], outer_from, parts):
-            node = self._ranked(pad_to, (node, step.dim, chunk_from, 1), contiguous(shape, full), node)
+            node = self.call(pad_to, (node, step.dim, chunk_from, 1), contiguous(shape, full), node)
         shape[into] = self._on_first_rank(chunk_into) * parts
         if not self._even(full.shape[into], outer_into, parts):
-            node = self._ranked(pad_to, (node, into, chunk_into, parts), contiguous(shape, full), node)
+            node = self.call(pad_to, (node, into, chunk_into, parts), contiguous(shape, full), node)
         node = self._dim_first(node, into, shape, full)
         local = one_tensor(node)
         rows = [chunk_into if has_extent(chunk_into) else local.shape[0] // parts] * parts
-        return self._ranked(funcol.all_to_all_single.default, (node, rows, rows, step.axis), local, node)
+        return self.call(funcol.all_to_all_single.default, (node, rows, rows, step.axis), local, node)
 
     def _exchanged(self, move: _Move, node: Node, full: TensorMeta) -> Node:
         """Emit the reordering after an all-to-all: its result has the pieces of the gathered dim in dim 0."""
@@ -276,7 +267,7 @@ class Emitter:
         length = extent(full.shape[step.dim], outer_from, self.mesh)
         size = extent(full.shape[into], after.dims[into], self.mesh)
         args = (node, parts, step.dim, into, length, size)
-        new = self._ranked(rank_ops.join_exchanged, args, contiguous(shape, full), node)
+        new = self.call(rank_ops.join_exchanged, args, contiguous(shape, full), node)
         meta.set_strided(new, True)
         return new
 
@@ -309,7 +300,7 @@ class Emitter:
         if gathers and isinstance(length, int):
             new = self.call(aten.slice.Tensor, (node, step.dim, 0, length), trimmed, node)
         else:
-            new = self._ranked(cut_to, (node, step.dim, length), trimmed, node)
+            new = self.call(cut_to, (node, step.dim, length), trimmed, node)
         meta.set_strided(new, bool(step.dim))
         return new
 

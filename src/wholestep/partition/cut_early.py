@@ -154,7 +154,6 @@ class _Pieces:
             pieces = {operand: self.of(operand, at, parts, axis, length) for operand, at in cut_operands.items()}
             new = copy_node(node, self.graph, lambda operand: pieces.get(operand, operand))
             new.args = self._args(new, tensor.shape, dim, axis, bool(cut_operands))
-            meta.set_ranked(new, has_extent(new.args))
             if node in self.once:
                 self.once[new] = tuple(pieces.get(operand, operand) for operand in self.once[node])
         meta.set_tensors(new, (piece,))

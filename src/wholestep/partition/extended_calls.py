@@ -75,6 +75,5 @@ class ExtendedCalls:
         for dim, length in lengths:
             strided = meta.is_strided(new) or dim > 0
             new = self.emit.call(rank_ops.cut_to, (new, dim, length), meta.one_tensor(new), new)
-            meta.set_ranked(new)
             meta.set_strided(new, strided)
         return new

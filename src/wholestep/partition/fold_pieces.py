@@ -131,7 +131,7 @@ class _Fold:
             if self.crosses(node) or self._is_result(node):
                 continue
             differs = node.target in RANK_DEPENDENT and node.args[-1] == TIME
-            differs = differs or (meta.is_ranked(node) and _has_time((node.args, tuple(node.kwargs.values()))))
+            differs = differs or _has_time((node.args, tuple(node.kwargs.values())))
             differs = differs or not self.looped.isdisjoint(self._operands(node))
             if differs and node in self.once:
                 text = f"%{node.name} is the same for all micro-batches, but reads what differs between them"

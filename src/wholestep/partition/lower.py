@@ -25,7 +25,7 @@ from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_nam
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.owned import check_owners
 from ..graph.verify import check_local_graph
-from ..layout import REPLICATED, Extent, Layout, extent, has_extent, replicated
+from ..layout import REPLICATED, Extent, Layout, extent, replicated
 from ..mesh import TIME
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
@@ -254,8 +254,6 @@ class _Lowering:
         new = add_node(self.graph, "call_function", target, args, kwargs, node.name)
         meta.copy(node, new)
         meta.set_strided(new, strided)
-        if (cut or meta.rows(node)) and has_extent((args, tuple(kwargs.values()))):
-            meta.set_ranked(new)
         return new
 
     def _getitem(self, node: Node, region: int) -> Node:

@@ -77,7 +77,7 @@ def start_sums(call: Call, pieces: Sequence[Node], owners: Sequence[int], parts:
     (sizes, _), tensor = places(pieces, owners, parts), one_tensor(pieces[0])
     row = _everywhere(call(join_by_owner, (list(pieces), list(owners)), contiguous([sum(sizes)], tensor), pieces[0]))
     args = row, [OfOwner(axis, sizes)] * parts, list(sizes), axis
-    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sizes[0] * parts], tensor), row))
+    return call(funcol.all_to_all_single.default, args, contiguous([sizes[0] * parts], tensor), row)
 
 
 def add_sums(call: Call, received: Node, parts: int, op: str) -> Node:
@@ -92,7 +92,7 @@ def start_spread(call: Call, pieces: Sequence[Node], owners: Sequence[int], part
     args = list(pieces), parts, tensor.dtype, torch.device(tensor.device)
     row = _everywhere(call(own_row, args, contiguous([sizes[0] * parts], tensor), pieces[0]))
     args = row, list(sizes), [OfOwner(axis, sizes)] * parts, axis
-    return _ranked(call(funcol.all_to_all_single.default, args, contiguous([sum(sizes)], tensor), row))
+    return call(funcol.all_to_all_single.default, args, contiguous([sum(sizes)], tensor), row)
 
 
 def start_in_spread(sizes: Sequence[int], at: int, start: int) -> int:
@@ -103,9 +103,4 @@ def start_in_spread(sizes: Sequence[int], at: int, start: int) -> int:
 def _everywhere(node: Node) -> Node:
     meta.set_owner(node, None)
     meta.set_strided(node, False)
-    return node
-
-
-def _ranked(node: Node) -> Node:
-    meta.set_ranked(node)
     return node

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor, with_shape
 from ..graph.nodes import add_node, operands
-from ..layout import OfOwner, has_extent
+from ..layout import OfOwner
 from ..plan.plan import Plan
 from ..plan.ring_attention import END, FIRST, LAST, START, ZERO, Ring, ring_of
 from ..rules.aten.query_pieces import key_piece
@@ -186,7 +186,6 @@ class RingCalls:
         """`new`, of the stage that calls `node`, with what is not known of its strides."""
         layout = self.plan.decisions[node.name].outputs[0]
         note_owner(new, layout, self.plan.stage_axis, self.plan.owner_axis)
-        meta.set_ranked(new, has_extent(new.args))
         meta.set_strided(new, new.target not in _IN_ROWS)
         return new
 

@@ -20,7 +20,6 @@ from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
 from ..graph.nodes import add_call, reached
 from ..graph.op_kinds import COUNTS_ROWS, priced_like
-from ..layout import has_extent
 from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import inverse_rows, most_rows, received_groups, sent_rows
 from . import rank_ops
@@ -200,6 +199,5 @@ class _Exchange:
     def _call(self, target: Any, args: tuple[Any, ...], tensor: TensorMeta | None) -> Node:
         new = add_call(self.graph, target, args, one_tensor(self.of), self.of)
         meta.set_tensors(new, (tensor,))
-        meta.set_ranked(new, has_extent(args))
         meta.set_strided(new, False)
         return new

@@ -24,7 +24,7 @@ from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
 from ..graph.loop import loop_of
-from ..graph.nodes import copy_node, copy_nodes, drop_dead, node_at, operands, reached, redirect
+from ..graph.nodes import copy_node, copy_nodes, drop_dead, is_ranked, node_at, operands, reached, redirect
 from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
@@ -368,7 +368,7 @@ def _may_join(node: Node) -> bool:
     """True for an op that is the same on all ranks, and draws nothing."""
     if node.target is contiguous:
         return True
-    return _torch.is_op(node.target) and not meta.is_ranked(node) and not draws(node) and find_rule(node) is not None
+    return _torch.is_op(node.target) and not is_ranked(node) and not draws(node) and find_rule(node) is not None
 
 
 def _grows(node: Node, taken: Mapping[Node, AxisState]) -> bool:
