@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from .. import _torch
-from ..layout import OfOwner, has_extent
+from ..layout import OfOwner
 from . import meta
 from .op_kinds import collective_kind
 
@@ -159,11 +159,6 @@ def copy_node(node: Node, graph: Graph, twin: Callable[[Node], Node]) -> Node:
     new = add_node(graph, node.op, node.target, args, kwargs, node.name)
     meta.copy(node, new)
     return new
-
-
-def is_ranked(node: Node) -> bool:
-    """True for a call with numbers that differ between ranks, or pieces of the batch."""
-    return has_extent((node.args, tuple(node.kwargs.values())))
 
 
 def ends_of(graph: Graph) -> list[Node]:

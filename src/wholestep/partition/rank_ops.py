@@ -13,7 +13,7 @@ from ..graph.meta import with_stride
 from ..graph.op_kinds import FREE, priced_like
 from ..graph.owned import asks_owner
 from ..graph.storage import shares
-from ..layout import chunk_range
+from ..layout import chunk_range, has_extent
 from ..rules.registry import draws
 from .accumulators import kept_piece, put_piece
 from .host_copies import HOST_COPIES
@@ -152,6 +152,11 @@ def cut_to(x: Tensor, dim: int, size: int) -> Tensor:
 def draws_numbers(node: Node) -> bool:
     """True for a node of a local graph that draws random numbers, on a shard or on all of a tensor."""
     return node.op == "call_function" and (draws(node) or node.target is drawn)
+
+
+def is_ranked(node: Node) -> bool:
+    """True for a call with numbers that differ between ranks, or pieces of the batch."""
+    return has_extent((node.args, tuple(node.kwargs.values())))
 
 
 def drawn(piece: int, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor
-from ..graph.nodes import add_call, is_ranked, is_wait, node_at
+from ..graph.nodes import add_call, is_wait, node_at
 from ..partition import rank_ops
 from .fused_products import multiply_gathered, multiply_gathered_scaled, scatter_product, scatter_scaled_product
 
@@ -197,7 +197,7 @@ def _find_products(node: Node, moved: bool, dtypes: dict[Node, torch.dtype], oth
     have = one_tensor(node)
     flat = len(have.shape) == 2
     for user in node.users:
-        result = meta.tensor(user) if user.op == "call_function" and not is_ranked(user) else None
+        result = meta.tensor(user) if user.op == "call_function" and not rank_ops.is_ranked(user) else None
         if result is not None and flat and user.target in _PRODUCTS and user.args[0] is node is not user.args[1]:
             dtypes[user] = have.dtype
         elif result is None:
@@ -219,7 +219,7 @@ def _scattered_product(wait: Node) -> ScatteredProduct | None:
     if scatter.target is not SCATTER or len(scatter.users) > 1 or scatter.args[1] != "sum":
         return None
     node, chain = node_at(scatter, 0), list[Node]()
-    while node.op == "call_function" and len(node.users) == 1 and not is_ranked(node):
+    while node.op == "call_function" and len(node.users) == 1 and not rank_ops.is_ranked(node):
         chain.insert(0, node)
         if node.target in _PRODUCTS:
             turns = [cast("list[int]", n.args[1]) for n in chain if n.target is aten.permute.default]

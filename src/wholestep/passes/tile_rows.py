@@ -24,13 +24,13 @@ from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Input, LocalGraph, Output, Role, TrainGraph
 from ..graph.loop import loop_of
-from ..graph.nodes import copy_node, copy_nodes, drop_dead, is_ranked, node_at, operands, reached, redirect
+from ..graph.nodes import copy_node, copy_nodes, drop_dead, node_at, operands, reached, redirect
 from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..graph.text import human
 from ..layout import AxisState, has_extent, replicated, sharded_along
 from ..mesh import Mesh
 from ..partition.lower import written
-from ..partition.rank_ops import RANK_DEPENDENT, contiguous, draws_numbers, pad_to, take_chunk
+from ..partition.rank_ops import RANK_DEPENDENT, contiguous, draws_numbers, is_ranked, pad_to, take_chunk
 from ..plan.for_pieces import NLL, count_targets
 from ..plan.make_plan import make_plan
 from ..plan.micro_batches import MicroBatches
