@@ -470,6 +470,30 @@ def test_batch_norm_of_no_rows(momentum: float | None) -> None:
     same_as_eager(train, make, batches(), tolerance=1e-10)
 
 
+def test_instance_norm_of_no_rows() -> None:
+    def normed(m: Any, h: Tensor) -> Tensor:
+        rows = m.out(h)[h[:, 0] > 0].view(-1, 2, D // 2)
+        return (F.instance_norm(rows) * rows.cos()).sum() + h.sum()
+
+    same_as_eager(train, made(normed), batches(), tolerance=1e-10)
+
+
+def test_a_kernel_that_refuses_no_places_leaves_the_process_alive() -> None:
+    """Behind it, the gradient of the pool would write at the places that it has not given."""
+    step, (model, optimizer) = (
+        ws.compile(train),
+        made(lambda m, h: F.adaptive_max_pool1d(m.out(h)[h[:, 0] > 0].T, 1).sum())(),
+    )
+    first, *_, none, _, one = batches()
+    step(model, optimizer, *first)
+    before = [p.clone() for p in model.parameters()]
+    for call in (train, step):
+        with pytest.raises((RuntimeError, ws.CaptureError)):
+            call(model, optimizer, *none)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert step(model, optimizer, *one).isfinite()
+
+
 @pytest.mark.parametrize("body", [litgpt, made_of_number, last_row], ids=lambda body: body.__name__)
 def test_a_batch_of_one_row(body: Callable[..., Tensor]) -> None:
     one_row = batches(1)

@@ -61,7 +61,7 @@ SIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "interpolate": lambda x: F.interpolate(x, scale_factor=1.7),
     "interpolate to": lambda x: F.interpolate(x, size=5, mode="linear", align_corners=True),
     "interpolate 2d": lambda x: F.interpolate(x[:, None], scale_factor=(0.5, 2), mode="bicubic"),
-    "take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[2], [0], [1]]]), 2),
+    "take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[2], [0], [-2]]]), 2),
 }
 
 

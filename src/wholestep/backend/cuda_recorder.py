@@ -55,9 +55,7 @@ class Recorder(Protocol):
         ...
 
     def record(self, work: Work) -> Recording:
-        """Record what `work` launches, without running it. Raises whatever a library says that cannot be recorded; no
-        recording of this process is to be used after that.
-        """
+        """Record what `work` launches, unrun. Raises what a library says; then no recording of this process is used."""
         ...
 
     def replay(self, recording: Recording) -> Sequence[Tensor]:

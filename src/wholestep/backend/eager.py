@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cache, partial
 from traceback import walk_tb
@@ -100,15 +100,21 @@ class Eager:
 
 
 def eager(graph: Graph, clock: NodeClock | None = None, body: Callable[[Graph], RunBody] | None = None) -> Run:
-    """Compile `graph` to a Python function from the list of inputs to the list of outputs; `body` compiles the regions
-    that it calls, by default op by op as well.
-    """
+    """Compile `graph` to a Python function from inputs to outputs; `body` compiles its regions, by default op by op."""
     return _Eager(graph, clock, body=body)
 
 
 def op_by_op(body: Graph) -> RunBody:
     """The body of a region as a function that frees each input with its last reader."""
     return _Eager(body, None, is_body=True)
+
+
+def _refuse_places(read: Sequence[Node], zeroed: Set[Node], scope: Mapping[str, Any]) -> None:
+    """Raise IndexError if an op looks up places that are now zeros in what is empty: kernels of pools look anywhere."""
+    values = {n: value for n in read if isinstance(value := scope.get(n.name), torch.Tensor)}
+    places = any(n in zeroed and not value.is_floating_point() for n, value in values.items())
+    if places and not all(value.numel() for value in values.values()):
+        raise IndexError("there are no places")
 
 
 def finished(error: Exception) -> list[Any]:
@@ -173,14 +179,17 @@ class _Eager:
     @torch.no_grad()
     def finish(self, frame: FrameType, line: int) -> list[Any]:
         """The rest of a call, from a line on (`finished`)."""
-        scope, nodes = {**frame.f_globals, **frame.f_locals}, dict(self._numbered)
+        scope, nodes, zeroed = {**frame.f_globals, **frame.f_locals}, dict(self._numbered), set[Node]()
         *lines, result = (text.strip() for text in self.source.splitlines()[line - 1 :])
         for number, text in enumerate(lines, line):
             frame.f_globals[GO_TO](number)
+            read = operands(nodes[number]) if zeroed and number in nodes else []
             try:
+                _refuse_places(read, zeroed, scope)
                 exec(text, scope)
+                zeroed |= {nodes[number] for n in read if n in zeroed}
             except Exception:
-                region = region_of(node := nodes[number])
+                region, zeroed = region_of(node := nodes[number]), {*zeroed, node}
                 if is_wait(node) or any(map(communicates, region.body.nodes if region else [node])):
                     raise
                 shapes = [m and evaluate(self._value(m.shape), scope) for m in meta.tensors(node)]

@@ -12,9 +12,7 @@ from ..graph.graph import Input
 Run = Callable[[Sequence[Any]], list[Any]]
 """From the list of inputs of a program to the list of its outputs."""
 RunBody = Callable[[list[Any], int], list[Any]]
-"""Runs the body of a region for a piece of the batch: from the inputs, which it takes out of the list, and the number
-of the piece to the outputs.
-"""
+"""Runs the body of a region: from inputs, which it takes out of the list, and the number of the piece, to outputs."""
 
 
 class NodeClock(Protocol):
@@ -66,9 +64,7 @@ class Backend(Protocol):
 
     @property
     def in_place_buffers(self) -> bool:
-        """True: the passes `WriteIntoBuckets` and `ContiguousShards` let nodes write into the buckets of collectives. A
-        compiler that does not see through such writes sets False.
-        """
+        """True: nodes may write into the buckets of collectives. A compiler that does not see such writes has False."""
         ...
 
     @property

@@ -78,9 +78,7 @@ class StepCall:
 
 
 def take_apart(value: Any, objects: bool = True) -> StepCall:
-    """Open containers, mappings and dataclasses, and with `objects` every object that holds no module or optimizer, and
-    arrays of numpy as tensors. What is not opened is a leaf.
-    """
+    """Open containers and dataclasses; with `objects`, objects without modules and optimizers, and arrays of numpy."""
     opening = _Opening(objects)
     outline = opening.outlines((value,))[0]
     return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects), opening.arrays)
@@ -273,9 +271,7 @@ def _put_together(outline: Any, rest: Iterator[Any], objects: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def in_place(value: Any, structure: Structure, leaves: Iterable[Any]) -> Generator[Any]:
-    """`value` with other leaves, in the same containers and objects, which have their own leaves again afterwards,
-    whatever happens; only tuples, and views of dicts, are new ones.
-    """
+    """`value` with other leaves, in the same containers, which have theirs again afterwards; tuples are new ones."""
     with undone():
         yield _put_in_place(value, structure.outline, iter(leaves))
 

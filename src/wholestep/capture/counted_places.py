@@ -55,9 +55,7 @@ class CountedPlaces:
     shared: list[tuple[Any, Any, str]] = field(default_factory=list[tuple[Any, Any, str]])
 
     def of(self, mask: torch.Tensor) -> Any:
-        """Return the places that a traced mask has. Their number is a symbol, the same one for the same mask; but for
-        the first number that the batch determines at a line.
-        """
+        """Return the places of a traced mask: their number is its symbol, or the first that a batch has at a line."""
         traced = _torch.traced_node(mask)
         lines = self.request.promoted.numbers & {ANY_COUNT, self.line()}
         if traced is None or not lines or not self.branches.depends_on_tensors(traced[0]):
@@ -167,7 +165,7 @@ class CountedPlaces:
             return []
         attended = (torch.nn.functional, "scaled_dot_product_attention", of_counted_rows)
         own = (torch, "cat", self._joined), (torch.Tensor, "__iter__", self.each), (torch, "batch_norm", _normed)
-        return [*COUNTED, attended, *own]
+        return [*COUNTED, attended, *own, (torch, "instance_norm", _normed_apart)]
 
     def ops(self) -> dict[Any, Callable[..., Any]]:
         """The same for ops."""
@@ -248,6 +246,13 @@ def _normed(
     out = apart * (spread + eps).rsqrt()
     out = out if weight is None else out * weight.view(shape)
     return (out if bias is None else out + bias.view(shape)).to(input.dtype)
+
+
+def _normed_apart(original: Any, input: torch.Tensor, weight: Any, bias: Any, mean: Any, *rest: Any) -> torch.Tensor:
+    """`instance_norm` of rows that are counted, by a kernel that refuses none."""
+    if mean is not None or not isinstance(cast(object, input.shape[0]), torch.SymInt):
+        return original(input, weight, bias, mean, *rest)
+    return torch.group_norm(input, input.shape[1], weight, bias, rest[3])
 
 
 def _most(node: Node, symbols: _torch.Symbols) -> int:

@@ -51,7 +51,7 @@ def _scaled(size: int, scale: float) -> int:
 
 
 def _take_along_dim(original: Any, input: Tensor, indices: Tensor, dim: int | None = None) -> Tensor:
-    """`take_along_dim` as what it is: `gather` of operands that are broadcast."""
+    """`take_along_dim` as what it is: `gather` of operands that are broadcast, at places that go round."""
     if dim is None:
         return input.flatten().gather(0, indices.flatten())
     dim %= input.dim()
@@ -62,7 +62,7 @@ def _take_along_dim(original: Any, input: Tensor, indices: Tensor, dim: int | No
     def wide(operand: Tensor) -> Tensor:
         return operand.expand(*shape[:dim], operand.shape[dim], *shape[dim + 1 :])
 
-    return wide(input).gather(dim, wide(indices))
+    return wide(input).gather(dim, wide(indices.remainder(input.shape[dim])))
 
 
 def _matmul(original: Any, input: Tensor, other: Tensor) -> Tensor:

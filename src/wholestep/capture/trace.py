@@ -246,9 +246,7 @@ class Traced:
             self.own.put(name, entry.tensor, fakes[name])
 
     def _argument(self, name: str, tensor: Any) -> Any:
-        """Return what the step sees of an argument: the tensor itself, and a fake where it is passed twice: another
-        call may pass two. A function may have another in its place.
-        """
+        """What the step sees of an argument: itself, or a fake where it is passed twice: another call may pass two."""
         if not isinstance(tensor, torch.Tensor):
             return self.watch.shown(tensor)
         if self.own.name_of(tensor) is not None:
@@ -458,14 +456,16 @@ class _TorchCalls(_torch.FunctionMode):
             refusal, value = read_refused(func, args[0]), cast(Any, self._known(args[0]))
             if value is None and func.__name__ in (_OF_BOOL if args[0].dtype is torch.bool else _ASK_TRUTH):
                 value = self._step.branches.take(args[0], _calling_text())
-            value = self._in_error(args[0], refusal) if value is None else value
-            if value is not None:
-                with _torch.outside_of_trace():
-                    tensor = torch.full(args[0].shape, value) if isinstance(value, bool) else value
-                    return func(tensor, *args[1:], **named)
-            if func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
+            if value is None and func is torch.Tensor.numpy and args[0].is_floating_point() and args[0].dim():
                 return self._step.watch.computed_array(args[0].detach(), refusal)
-            return self._step.places.read(func, args[0], refusal)
+            try:
+                if value is None:
+                    return self._step.places.read(func, args[0], refusal)
+            except CaptureError as error:
+                if (value := self._in_error(args[0], error)) is None:
+                    raise
+            with _torch.outside_of_trace():
+                return func(value if torch.is_tensor(value) else torch.full(args[0].shape, value), *args[1:], **named)
         if func in _TEXT and _torch.known_constant(args[0]):
             return func(self._known(args[0]), *args[1:])
         if func in _TEXT and _torch.is_fake(args[0]) and _is_called_by_user():
@@ -497,9 +497,7 @@ class _TorchCalls(_torch.FunctionMode):
         return returned
 
     def _in_error(self, tensor: torch.Tensor, refusal: CaptureError) -> torch.Tensor | None:
-        """Return what a tensor is in this call, behind the branches that no program took: it most often is of an error
-        that the step raises there. The refusal of a step that raises none; None if it is not known.
-        """
+        """What a tensor is in this call, behind branches that no program took: for an error, or the step is refused."""
         assumed, taken, traced = self._step.request.options.branches, self._step.branches, _torch.traced_node(tensor)
         if not assumed or len(taken.decided) < len(assumed) or traced is None or _torch.inside_transform():
             return None
