@@ -130,7 +130,7 @@ def test_windows_are_as_on_one_device(mask: str, length: int, ranks: int, method
 def _one(make: Callable[[], nn.Module], rows: int, length: int) -> OneDevice:
     def both() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = make()
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     return OneDevice(both, mean_square, [(torch.randint(0, 11, (rows, length)),) for _ in range(3)])
 

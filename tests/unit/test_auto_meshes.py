@@ -69,7 +69,7 @@ class Reader(nn.Module):
 def _reading() -> OneDevice:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(Reader(), Reader()).double()
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
     return OneDevice(make, mean_square, [(torch.randn(1, 512, 32).double(),) for _ in range(3)])
 

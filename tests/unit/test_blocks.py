@@ -41,7 +41,7 @@ def multiplications(graph: Graph) -> int:
 def stepped(make: Callable[[], nn.Module], step: Any, batches: list[tuple[Any, ...]]) -> OneDevice:
     def both() -> tuple[nn.Module, Optimizer]:
         model = make()
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     return OneDevice(both, step, batches)
 

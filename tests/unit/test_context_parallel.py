@@ -105,7 +105,7 @@ class Again(Attends):
 def _one(make: Callable[[], nn.Module], rows: int, length: int, step: Any = mean_square) -> OneDevice:
     def both() -> tuple[nn.Module, Optimizer]:
         model = make()
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     return OneDevice(both, step, [(torch.randint(0, 11, (rows, length)),) for _ in range(3)])
 
@@ -117,20 +117,22 @@ def _same(one: OneDevice, mesh: str, parallel: Any) -> Comparison:
     return comparison
 
 
-@pytest.mark.usual("causal-8-2", "causal-7-2", "causal-3-2", "bias-8-2", "documents-7-1", "numbers-7-2")
+@pytest.mark.usual(
+    "2-causal-8-2", "4-causal-8-2", "3-causal-7-2", "4-causal-3-2", "2-bias-8-2", "4-documents-7-1", "3-numbers-7-2"
+)
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("length", [8, 7, 3])
 @pytest.mark.parametrize("mask", MASKS)
-def test_masks_lengths_and_rows(mask: str, length: int, rows: int) -> None:
-    """A length that two, three or four ranks divide or not, or that is shorter than they."""
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_masks_lengths_and_rows(ranks: int, mask: str, length: int, rows: int) -> None:
+    """A length that ranks divide or not, or that is shorter than they."""
     one = _one(lambda: Attends(MASKS[mask]), rows, length)
-    for ranks in (2, 3, 4) if rows == 2 else (4,):
-        heads, ring = KEY_HEADS % ranks == 0, mask in ("none", "causal")
-        methods: tuple[Any, ...] = ("gather", *["heads"] * heads, *["ring"] * ring)
-        for method in methods:
-            comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method=method))
-            assert not comparison.plan.repeated
-            assert method == "heads" or length == 8 or not _pairs(comparison.local, length)
+    heads, ring = KEY_HEADS % ranks == 0, mask in ("none", "causal")
+    methods: tuple[Any, ...] = ("gather", *["heads"] * heads, *["ring"] * ring)
+    for method in methods:
+        comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method=method))
+        assert not comparison.plan.repeated
+        assert method == "heads" or length == 8 or not _pairs(comparison.local, length)
 
 
 def _pairs(local: LocalGraph, length: int) -> list[str]:
@@ -307,17 +309,17 @@ def test_each_step_of_a_balanced_ring_is_as_much_work_for_all(
         assert scores == pytest.approx(3 * (length / ranks) ** 2 / 2, rel=0.04)  # in three steps of training
 
 
-@pytest.mark.usual("8-2", "7-1", "3-3")
+@pytest.mark.usual("2-8-2", "3-7-1", "4-3-3", "3-3-3")
 @pytest.mark.parametrize("rows", [1, 2, 3])
 @pytest.mark.parametrize("length", [8, 7, 3])
-def test_exchanged_queries_give_what_one_device_does(length: int, rows: int) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_exchanged_queries_give_what_one_device_does(ranks: int, length: int, rows: int) -> None:
     one = _one(lambda: nn.Sequential(Attends(MASKS["causal"]), Again(MASKS["causal"])), rows, length)
-    for ranks in (2, 3, 4):
-        for context in (BALANCED, BALANCED_RING):
-            comparison = _same(one, f"cp={ranks}", context)
-            assert comparison.worst < 1e-12
-            assert len(comparison.plan.options.balanced) == 4
-            assert not comparison.plan.repeated
+    for context in (BALANCED, BALANCED_RING):
+        comparison = _same(one, f"cp={ranks}", context)
+        assert comparison.worst < 1e-12
+        assert len(comparison.plan.options.balanced) == 4
+        assert not comparison.plan.repeated
 
 
 def _attends_causally(model: nn.Module, x: Tensor) -> None:
@@ -607,7 +609,7 @@ def test_models_of_transformers(name: str) -> None:
         model: Any = without_chance(entry.build().double())
         if name in ("gpt_oss", "deepseek_v3"):
             model.set_experts_implementation("batched_mm")  # grouped products do not take float64
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -635,7 +637,7 @@ def test_masks_are_made_in_the_rows_of_a_rank(name: str, attention: str) -> None
     def make() -> tuple[nn.Module, Optimizer]:
         model: Any = without_chance(entry.build().double())
         model.set_attn_implementation(attention)
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     def step(model: Any, optimizer: Optimizer, ids: Tensor, places: Tensor | None, there: Tensor | None) -> Tensor:
         optimizer.zero_grad()
@@ -648,13 +650,11 @@ def test_masks_are_made_in_the_rows_of_a_rank(name: str, attention: str) -> None
 
     places = torch.stack([torch.arange(length) % 5, torch.arange(length) % 8])
     there = (torch.arange(length) < torch.tensor([[length], [9]])).long()
-    for ids_of in [(None, there), *[(None, None), (places, None)] * (name != "t5")]:
+    for ranks, *ids_of in [(3, None, there), *[(2, None, None), (3, places, None)] * (name != "t5")]:
         batches = [(torch.randint(1, 96, (2, length)), *ids_of) for _ in range(2)]
-        one = OneDevice(make, step, batches)
-        for ranks in (2, 3):
-            comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method="gather"))
-            assert not _pairs(comparison.local, length)
-            assert sum(work.share for work in comparison.plan.repeated) < 0.1
+        comparison = _same(OneDevice(make, step, batches), f"cp={ranks}", ws.ContextParallel(method="gather"))
+        assert not _pairs(comparison.local, length)
+        assert sum(work.share for work in comparison.plan.repeated) < 0.1
 
 
 # -- bad input ---------------------------------------------------------------------------------------------
@@ -692,7 +692,7 @@ def test_tokens_merged_behind_choices() -> None:
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = Choices(8, 2)
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     for rows in (3, 4):
         one = OneDevice(make, mean_square, [(torch.randn(rows, 4, 8),) for _ in range(2)])

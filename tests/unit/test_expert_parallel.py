@@ -221,7 +221,7 @@ class Normed(Sorted):
 def _sorted(kind: type[Sorted] = Sorted, tokens: tuple[int, int] = (2, 12), **options: Any) -> OneDevice:
     def make() -> tuple[nn.Module, Optimizer]:
         model = kind(**options)
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     return OneDevice(make, mean_square, [(torch.randn(*tokens, 8),) for _ in range(3)])
 
@@ -243,7 +243,7 @@ def test_each_row_is_multiplied_once(parallel: Any) -> None:
         with torch.no_grad():
             model.gate.weight.copy_(5 * torch.eye(3, 8))
             model.gate.bias.zero_()
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     batch = torch.cat([tokens, 0.1 * torch.randn(24, 5)], -1).reshape(2, 12, 8)
     one = OneDevice(make, mean_square, [(batch,)])

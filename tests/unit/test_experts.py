@@ -198,7 +198,7 @@ def test_the_product_of_torch() -> None:
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = Grouped().float()
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-2)
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-2, fused=True)
 
     one = OneDevice(make, mean_square, [(torch.randn(1, 7, 16).float(),) for _ in range(3)])
     comparison = compare(one, "dp=4", TOKENS)
@@ -273,7 +273,7 @@ class Sorted(nn.Module):
 def _sorted(**options: Any) -> OneDevice:
     def make() -> tuple[nn.Module, Optimizer]:
         model = Sorted(**options)
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     return OneDevice(make, mean_square, [(torch.randn(2, 12, 8),) for _ in range(3)])
 

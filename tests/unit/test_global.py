@@ -185,7 +185,7 @@ def _step(loss: Loss, clip: bool = False) -> Callable[..., Any]:
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "SGD": lambda model: SGD(model.parameters(), lr=0.05, momentum=0.9),
-    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, eps=1e-4),
+    "AdamW": lambda model: AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True),
 }
 
 
@@ -415,7 +415,7 @@ def test_hugging_face(name: str) -> None:
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = without_chance(entry.build().double())
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         with Double():

@@ -36,7 +36,7 @@ def run(name: str, mesh: str = "tp=2", experts: bool = False, train: bool = True
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = hf_plans.tiny(name, train)
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     generator = torch.Generator().manual_seed(5)
     one = OneDevice(make, step_of(hf_plans.loss), [(hf_plans.batch(generator, padded),) for _ in range(2)])

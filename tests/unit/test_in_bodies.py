@@ -57,7 +57,7 @@ def one_device(rows: int, width: int = 12, layers: int = 3, steps: int = 2) -> O
     def make() -> tuple[nn.Module, Optimizer]:
         blocks = [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.ReLU()) for _ in range(layers)]
         model = nn.Sequential(*blocks, nn.Linear(width, 8))
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
     batches = [
         {"x": torch.randn(rows, width, generator=generator), "y": torch.randint(0, 8, (rows,), generator=generator)}

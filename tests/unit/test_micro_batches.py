@@ -80,7 +80,7 @@ def one_device(loss: str, rows: int, clip: bool, drop: float) -> OneDevice:
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = _mlp(drop)
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
     def batch() -> dict[str, Tensor]:
         return {
@@ -222,7 +222,7 @@ def _next_token(model: nn.Module, optimizer: Optimizer, tokens: Tensor) -> Tenso
 
 def _attention(drop: float) -> tuple[nn.Module, Optimizer]:
     model = Attention(drop)
-    return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
 
 @lru_cache(maxsize=2)
@@ -283,7 +283,7 @@ def test_what_reads_a_parameter_that_one_loop_gathers_is_kept_for_the_next() -> 
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = Centred()
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
     batch = {"x": torch.randn(12, 10), "y": torch.randint(0, 8, (12,))}
     one = OneDevice(make, _step(LOSSES["mean"], True), [(batch,)])

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -25,7 +25,7 @@ from wholestep.passes.recompute_layers import RecomputeLayers
 
 H100 = ws.Hardware.preset("dgx-h100")
 FULL, ALL = RecomputeLayers("full"), ws.OffloadSaved(1, over_bytes=1)
-ROWS, WIDTH, LAYERS = 8192, 64, 12
+ROWS, WIDTH, LAYERS = 8192, 64, 9
 VALUE = ROWS * WIDTH * 4
 
 
@@ -93,11 +93,17 @@ def test_calls() -> None:
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
 
 
-def program(offload: int, hardware: ws.Hardware = H100) -> ws.LocalGraph:
-    """Of layers whose values are large beside their parameters."""
+@cache
+def layers() -> ws.TrainGraph:
     with torch.device("meta"):
         model, x = nn.Sequential(*(Block(WIDTH) for _ in range(LAYERS))), torch.empty(ROWS, WIDTH)
-    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), 0.1), x)
+    return ws.capture(mean_square, model, torch.optim.SGD(model.parameters(), 0.1), x)
+
+
+@cache
+def program(offload: int, hardware: ws.Hardware = H100) -> ws.LocalGraph:
+    """Of layers whose values are large beside their parameters."""
+    graph = layers()
     local = ws.partition(graph, ws.plan(graph, "dp=2", ws.DataParallel("replicate"), hardware=hardware))
     saved = (ws.OffloadSaved(offload, VALUE),) if offload else ()
     return ws.run_passes(local, [FULL, *saved, *ws.default_passes(hardware)])

@@ -261,7 +261,7 @@ class Vit(nn.Module):
 def test_a_vision_transformer_that_pools(pooled: int, rows: int) -> None:
     def make() -> tuple[nn.Module, Optimizer]:
         model = Vit(pooled)
-        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
         optimizer.zero_grad()

@@ -244,7 +244,7 @@ def test_hugging_face(name: str, pieces: int) -> None:
         model = without_chance(entry.build().double())
         if hasattr(model, "set_experts_implementation"):
             model.set_experts_implementation("batched_mm")  # the grouped product knows no double precision
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     def step(model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> Tensor:
         optimizer.zero_grad()
@@ -304,7 +304,7 @@ class FilledTargets(nn.Module):
 def test_memory_of_the_shape_of_the_batch_is_the_same_for_all_pieces(parallel: tuple[str, Any]) -> None:
     def make() -> tuple[nn.Module, Optimizer]:
         model = FilledTargets()
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
     def step(model: nn.Module, optimizer: Optimizer, y: Tensor) -> Tensor:
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from tests.random_graphs.case import case
 from tests.random_graphs.run import problem
 from tests.random_graphs.shrink import show, shrink
 
-BLOCK = 50
+BLOCK = 25
 FIRST, LAST = map(int, os.environ.get("WHOLESTEP_SEEDS", "0:2000").split(":"))
 BLOCKS = range(FIRST, LAST, BLOCK)
 OF_THE_DAY = BLOCKS[datetime.date.fromisoformat(today()).toordinal() % len(BLOCKS)]

@@ -35,7 +35,7 @@ def test_llama(ranks: int, length: int, rows: int) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Llama(layers=2)
-        return model, AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-2, eps=1e-4, fused=True)
 
     batches = [tuple(torch.randint(VOCAB, (2, rows, length))) for _ in range(3)]
     one = OneDevice(make, step_of(next_token), batches)
@@ -50,7 +50,7 @@ def test_llama(ranks: int, length: int, rows: int) -> None:
 def test_one_head_of_keys(mask: str) -> None:
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Attends(MASKS[mask], keys=1)
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     comparison = compare(OneDevice(make, mean_square, [(torch.randint(11, (2, 7)),) for _ in range(3)]), "cp=3", RING)
     assert comparison.worst < TOLERANCE, comparison.where
@@ -172,7 +172,7 @@ def test_cross_attention(queries: int, keys: int) -> None:
 
     def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Crosses()
-        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
 
     batches = [(torch.randn(2, queries, DIM), torch.randn(2, keys, DIM)) for _ in range(3)]
     comparison = compare(OneDevice(make, step, batches), "cp=3", RING)

@@ -148,7 +148,7 @@ def _with_load(load: list[list[int]]) -> OneDevice:
         with torch.no_grad():
             model.gate.weight.copy_(5 * torch.eye(3, 8))
             model.gate.bias.zero_()
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     def batch(experts: list[int]) -> Tensor:
         return torch.cat([torch.eye(3)[experts], 0.1 * torch.randn(len(experts), 5)], -1)[None]
@@ -186,7 +186,7 @@ def test_tokens_that_ranks_cannot_share_are_gathered(length: int, sent: bool) ->
         built: Any = entry.build().double()
         built.set_experts_implementation("grouped_mm")
         model = Alone(built.model.layers[0].mlp)
-        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=1e-3, eps=1e-4, fused=True)
 
     comparison = compare(OneDevice(make, mean_square, [(torch.randn(3, length, 32),)]), "dp=2", SENT)
     assert comparison.worst < 1e-10

@@ -42,6 +42,7 @@ def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
     assert any(event["ph"] == "X" for event in json.loads(trace.read_text())["traceEvents"])
 
 
+@pytest.mark.usual("auto")  # the next test tiles beside "full"
 @pytest.mark.parametrize("recompute", ["full", "auto"])
 def test_tiles_of_rows_hold_less(recompute: str, tmp_path: Path) -> None:
     figures, peaks = tmp_path / "figures.json", list[int]()
@@ -60,7 +61,7 @@ def test_what_layers_save_waits_on_the_host(tmp_path: Path) -> None:
         "--hf",
         "gpt2",
         "--layers",
-        "5",
+        "4",
         "--seq",
         "32768",
         "--mesh",

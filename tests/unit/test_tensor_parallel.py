@@ -46,7 +46,7 @@ STEPS = 2
 def builder(kind: Callable[..., nn.Module], lr: float = 0.05, **options: Any) -> Callable[[], Any]:
     def make() -> tuple[nn.Module, Optimizer]:
         model = kind(**options)
-        return model, AdamW(model.parameters(), lr=lr, eps=1e-4)
+        return model, AdamW(model.parameters(), lr=lr, eps=1e-4, fused=True)
 
     return make
 

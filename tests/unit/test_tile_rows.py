@@ -93,7 +93,7 @@ def make(kind: Callable[[], nn.Module] = Model) -> tuple[nn.Module, Optimizer]:
     """A model and its optimizer."""
     torch.manual_seed(3)
     model = kind()
-    return model, AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
 
 
 @lru_cache(maxsize=8)
@@ -161,7 +161,7 @@ def test_calls() -> None:
     """Through `compile`, with a batch of another size."""
     (model, optimizer), train = make(), step_of(_mean)
     twin = copy.deepcopy(model)
-    other = AdamW(twin.parameters(), lr=0.01, eps=1e-4)
+    other = AdamW(twin.parameters(), lr=0.01, eps=1e-4, fused=True)
     step = ws.compile(train, passes=lambda passes: [ws.TileRows(4, 1), *passes], progress=None)
     for rows, tokens in ((2, 50), (2, 50), (3, 41)):
         x, y = torch.randint(CLASSES, (2, rows, tokens))
