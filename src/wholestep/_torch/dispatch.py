@@ -20,7 +20,7 @@ from torch._subclasses import fake_tensor
 from torch.fx.experimental import proxy_tensor, sym_node
 
 from .attributes import Form, forms_set
-from .fake_results import fake_input, fake_result, other_fake, snapshot
+from .fake_results import fake_input, fake_result, is_plain, other_fake, snapshot
 from .op_schemas import identity, is_op, set_operands
 from .symbols import REMEMBERED, SYMBOLIC, is_size, quotient_in_cpp, remembered
 from .types_shown import FAKE_TYPES
@@ -44,7 +44,7 @@ TAPE = "wholestep_tape"  # an attribute of the mode of a trace: where it lists t
 TapedOp = tuple[Any, tuple[Any, ...], Any, torch.fx.Node]
 """An op that was recorded, its positional arguments, its result, and its node."""
 _SLOTS = "WeakTensorKeyDictionary"
-_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer", _SLOTS)
+_NEEDED = ("_ProxyTensor", "extract_val", "track_tensor_tree", "fetch_sym_proxy", "PythonKeyTracer", "set_meta", _SLOTS)
 
 
 class _SlowPathError(Exception):
@@ -64,16 +64,22 @@ def quick_dispatch(
         return forms_set([(*place, _without_real_tensors(at_op))])
     quick: list[tuple[Any, str, Form]] = [(*place, _fast_dispatch(forms, at_op)), *_with_sizes()]
     quick.append((fake_tensor.FakeTensorMode, "from_tensor", fake_input))
-    quick.append((proxy_tensor, _SLOTS, _Slots))
+    quick += [(proxy_tensor, _SLOTS, _Slots), (proxy_tensor, "set_meta", _note_value)]
     if hasattr(fake_tensor, _TAKES_NUMBERS):
         quick.append((fake_tensor, _TAKES_NUMBERS, _takes_numbers))
     return forms_set(quick)
 
 
+def _note_value(original: Form, proxy: Any, value: Any) -> Any:
+    """Note the value of an input, without torch's other metadata."""
+    if _kind(value) not in FAKE_TYPES or not is_plain(value):
+        return original(proxy, value)
+    proxy.node.meta["val"] = snapshot(value)
+    return proxy
+
+
 class _Slots:
-    """The slots of a trace, by the identity of their tensors: for each look-up, torch's table makes a weak reference in
-    Python, and compares it.
-    """
+    """The slots of a trace by the identity of tensors: torch's table makes and compares a weak reference each time."""
 
     def __init__(self, original: object) -> None:
         self._slots = dict[int, tuple[Any, Any]]()

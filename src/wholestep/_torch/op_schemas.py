@@ -134,6 +134,7 @@ def runs_fused_optimizer(target: object) -> bool:
 
 
 GETITEM = operator.getitem
+_update: Callable[..., None] = cast(Any, torch.fx.Node)._update_args_kwargs
 
 
 def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -142,13 +143,11 @@ def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
     `Graph.create_node` searches all arguments for symbolic numbers (since torch 2.13), and assigning `node.args`
     removes and re-adds the node in a table. `_update_args_kwargs` (2.11 to 2.15) does neither.
     """
-    cast(Any, node)._update_args_kwargs(args, kwargs)
+    _update(node, args, kwargs)
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Set `node.name`, for which torch removes and re-adds the node in its table of ops, where names do not matter; no
-    node that is added later gets the same one.
-    """
+    """Set `node.name`, which no later node gets, without an update of torch's table of ops, which has no names."""
     object.__setattr__(node, "name", name)
     node.graph._graph_namespace._used_names.add(name)
 

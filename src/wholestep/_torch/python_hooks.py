@@ -133,9 +133,7 @@ def _with_subclasses(kind: type) -> list[type]:
 
 @contextlib.contextmanager
 def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
-    """Run `on_read` and `on_write` in place of `__getattribute__` and `__setattr__` of these classes. Yields the
-    classes that cannot be patched.
-    """
+    """Run them in place of `__getattribute__` and `__setattr__` of these classes. Yields those that keep theirs."""
     watched, unobserved = set[type](), set[type]()
     with contextlib.ExitStack() as stack:
         for kind in (k for k in kinds if not watched.intersection(k.__mro__)):

@@ -284,9 +284,7 @@ class Symbols:
         return number if type(number) is int else int(self.env.bound_sympy(_node(number).expr).upper)
 
     def for_many(self, expression: Any) -> bool | None:
-        """What a comparison of rows that are counted is for as many as their hints, which is noted; None for another
-        expression.
-        """
+        """What a comparison of counted rows is for as many as their hints, which is noted; None if it is none."""
         if (text := self._compared(expression)) is None:
             return None
         if text in self._given:

@@ -207,12 +207,13 @@ def trace(
 
 
 def _dead_only(original: Any, graph: torch.fx.Graph, is_impure_node: Any = None) -> bool:
-    """Ask of the nodes that nothing reads alone whether they may go."""
-
-    def stays(node: torch.fx.Node) -> bool:
-        return bool(node.users) or is_impure_node(node)
-
-    return original(graph, stays) if is_impure_node else original(graph)
+    """Ask of the nodes that nothing reads alone whether they may go, without a check of the graph."""
+    if is_impure_node is None:
+        return original(graph)
+    for node in reversed(graph.nodes):
+        if not node.users and not is_impure_node(node):
+            graph.erase_node(node)
+    return True
 
 
 @contextlib.contextmanager

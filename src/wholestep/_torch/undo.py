@@ -81,9 +81,7 @@ def _clean(before: set[str]) -> None:
 
 
 class FunctionMode(TorchFunctionMode):
-    """A mode that may be gone when it is left: torch takes it from its stack while it handles a call, and Ctrl-C may
-    come before torch is ready to put it back.
-    """
+    """A mode that may be gone when it is left: torch takes it off its stack in a call, during which Ctrl-C may come."""
 
     def __exit__(self, *error: Any) -> None:
         if _get_current_function_mode() is self:

@@ -42,10 +42,10 @@ def raw_trace(traced: Traced) -> RawTrace | None:
     for node in traced.module.graph.nodes:
         places[node] = len(places)
         origin = meta.origin(node)
-        if id(origin) not in notes:
-            notes[id(origin)] = len(notes), repr(origin)
+        if (key := _torch.identity(origin)) not in notes:
+            notes[key] = len(notes), repr(origin)
         target = node.target if isinstance(node.target, str) else _torch.identity(node.target)
-        parts += (target, notes[id(origin)][0], len(node.args), tuple(node.kwargs))
+        parts += (target, notes[key][0], len(node.args), tuple(node.kwargs))
         result = meta.value(node)
         values: list[Any] = [*node.args, *node.kwargs.values()]
         values += [] if isinstance(result, torch.ScriptObject) else [result]  # of a mark for a profiler

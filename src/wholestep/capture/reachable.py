@@ -348,9 +348,9 @@ class _Search:
         return len(self._globals_seen) > before
 
     def _open(self, value: Any, path: str) -> None:
-        if isinstance(value, _LEAVES) or id(value) in self.found.seen:
+        if isinstance(value, _LEAVES) or (key := id(value)) in self.found.seen:
             return
-        self.found.seen[id(value)] = value
+        self.found.seen[key] = value
         if self._new is not None and isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
             self._new[path if path not in self._new else f"{path}~{len(self._new)}"] = value
         if isinstance(value, types.FunctionType):

@@ -112,7 +112,7 @@ class Watch:
         self._watched: list[Container] = []
         self._flags: list[tuple[str, bool]] = []
         tensors = [*self.state.params.values(), *self.state.buffers.values()]
-        self._held = {(id(container), key) for entry in tensors for container, key in entry.places}
+        self._held = {(_torch.identity(container), key) for entry in tensors for container, key in entry.places}
         self._replaced = self._paths_of_replaced()
         self._schedulers = Schedulers(self.numbers, self.reach, self.promoted.numbers, self.line)
         self._refused: CaptureError | None = None
@@ -204,7 +204,7 @@ class Watch:
 
     def _is_carried(self, container: Container, key: Any, before: Any) -> bool:
         """Return whether an entry is a tensor of the state, or a container of such that the step may replace."""
-        is_held = not self._held.isdisjoint([(id(container.holder), key), (id(container.assigned), key)])
+        is_held = not self._held.isdisjoint((_torch.identity(at), key) for at in (container.holder, container.assigned))
         if is_held or not self._replaced:
             return is_held
         return container.path_of(key) in self._replaced and alike(before, container.now().get(key))
@@ -252,12 +252,12 @@ class Watch:
 
     def _on_read(self, original: Callable[..., Any], owner: Any, name: str) -> Any:
         seen = name != "__dict__" or is_user_file(sys._getframe(2).f_code.co_filename)  # pyright: ignore[reportPrivateUsage]
-        if seen and (id(owner), name) not in self._assigned:
-            self._reads.add((id(owner), name))
+        if seen and (_torch.identity(owner), name) not in self._assigned:
+            self._reads.add((_torch.identity(owner), name))
         return original(owner, name)
 
     def _on_write(self, original: Callable[..., Any], owner: Any, name: str, value: Any) -> None:
-        self._assigned.add((id(owner), name))
+        self._assigned.add((_torch.identity(owner), name))
         original(owner, name, value)
 
     def _settings(self) -> list[Container]:
@@ -363,7 +363,7 @@ class Watch:
         owner = container.owner
         if owner is None or type(owner) in self._unobserved:
             return True
-        return bool({(id(owner), key), (id(owner), "__dict__")} & self._reads)
+        return not self._reads.isdisjoint([(_torch.identity(owner), key), (_torch.identity(owner), "__dict__")])
 
     def _guard_old_value(self, place: Location, before: Any, after: Any) -> None:
         """Handle the value that a changed place had: make it state of the step, or guard it."""
@@ -534,7 +534,7 @@ class Watch:
             return bool(contents) or container.style == "function"
         if not isinstance(container.holder, dict) or owner is None or id(owner) in self.reach.of_state:
             return False
-        return type(owner) in self._unobserved or (id(owner), "__dict__") in self._reads
+        return type(owner) in self._unobserved or (_torch.identity(owner), "__dict__") in self._reads
 
     def _carried_numbers(self) -> list[Assumption]:
         """Guard the type of carried numbers, the shape and dtype of carried tensors, and which places share these."""
@@ -583,7 +583,7 @@ class Watch:
                 out.append(Assumption(Location(container.path, container.lookup, None), "attributes", names))
             if container.opaque is not None or (container.owner is None and container.style not in _ALWAYS_READ):
                 continue
-            out += self._read_while_absent(container, reads.get(id(container.owner), set()), changed)
+            out += self._read_while_absent(container, reads.get(_torch.identity(container.owner), set()), changed)
             for key, value in container.before.items():
                 path = container.path_of(key)
                 guarded = key == "training" and id(container.owner) in self.reach.of_state
