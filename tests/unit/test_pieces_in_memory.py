@@ -254,11 +254,12 @@ class Vit(nn.Module):
         return self.head(self.pool(tokens.transpose(1, 2)).flatten(1))
 
 
-@pytest.mark.usual("even-2", "uneven-3")
 @pytest.mark.crossed
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("mesh", ["dp=2", "dp=3"])
 @pytest.mark.parametrize("pooled", [1, 2, 3])
 @pytest.mark.parametrize("rows", [6, 5], ids=["even", "uneven"])
-def test_a_vision_transformer_that_pools(pooled: int, rows: int) -> None:
+def test_a_vision_transformer_that_pools(pooled: int, rows: int, mesh: str, style: Any) -> None:
     def make() -> tuple[nn.Module, Optimizer]:
         model = Vit(pooled)
         return model, AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
@@ -271,10 +272,8 @@ def test_a_vision_transformer_that_pools(pooled: int, rows: int) -> None:
         return loss.detach()
 
     one = OneDevice(make, step, [(torch.randn(rows, 3, 8, 8), torch.randint(0, 5, (rows,))) for _ in range(4)])
-    for mesh in ("dp=2", "dp=3"):
-        for style in STYLES:
-            found = compare(one, mesh, ws.DataParallel(style, semantics="global"))
-            assert found.worst < 1e-10, f"{mesh} {style}: {found.where} differs by {found.worst:.1e}"
+    found = compare(one, mesh, ws.DataParallel(style, semantics="global"))
+    assert found.worst < 1e-10, f"{found.where} differs by {found.worst:.1e}"
 
 
 # -- kernels that care ------------------------------------------------------------------------------
