@@ -9,7 +9,6 @@ from ..cost.software import OWN, Software
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..passes.base import Pass
-from ..passes.contiguous_shards import ContiguousShards
 from ..passes.fit_memory import FitMemory
 from ..passes.offload import Offload
 from ..passes.order_collectives import SameOrder
@@ -52,7 +51,7 @@ def default_passes(
         memory_bytes: bound on the tensors of a rank, e.g. `"3GiB"`; None for no bound.
         may_regather: to meet the bound, gathered parameters may be freed after the forward and re-gathered in the
             backward, as gathered activations may in any case.
-        backend: as in `compile`; `WriteIntoBuckets` and `ContiguousShards` need one with `in_place_buffers`.
+        backend: as in `compile`; `WriteIntoBuckets` needs one with `in_place_buffers`.
         software: whose step is predicted: without what it does not overlap, split or coalesce.
 
     Raises:
@@ -68,8 +67,8 @@ def default_passes(
         schedule = Schedule(hardware, across_steps=schedule == "across_steps")
     in_place = backend_of(backend).in_place_buffers
     passes = () if schedule is None else (*schedule.passes_of(software, in_place), SameOrder())
-    write, shard = ((WriteIntoBuckets(),), (ContiguousShards(),)) if in_place else ((), ())
-    passes: tuple[Pass, ...] = (*passes, Offload(), *write, Reinplace(), *shard)
+    write = (WriteIntoBuckets(),) if in_place else ()
+    passes: tuple[Pass, ...] = (*passes, Offload(), *write, Reinplace())
     if memory_bytes is None:
         return passes
     return FitMemory(parse_bytes(memory_bytes), hardware, may_regather, passes), *passes

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 from weakref import WeakMethod
 
@@ -20,9 +20,8 @@ from ..capture.state import StepState
 from ..distributed.launch import World
 from ..distributed.owned_tensors import placed_as, wrap
 from ..errors import StateError
-from ..graph.graph import Input, LocalGraph, Output, Role
+from ..graph.graph import Input, Output, Role
 from ..layout import Layout, cut, replicated
-from ..passes.contiguous_shards import buckets
 from ..plan.plan import Plan
 
 _PLACED = "layout"  # note of a tensor
@@ -285,17 +284,3 @@ def _initialize(root: nn.Module, module: nn.Module, name: str) -> None:
             text = f"module {name or kind!r} ({kind}) is on 'meta' and has no reset_parameters()"
             needed = "a way to initialize its parameters"
             raise StateError(text, needed, "give it a reset_parameters() method, or build the model on a real device")
-
-
-def pack_buckets(local: LocalGraph, tensors: Sequence[Tensor]) -> None:
-    """Move the shards of each bucket into one buffer, as the same tensors; `tensors` are the first inputs of `local`.
-    Where a shard is a view of a larger buffer, as another program leaves it, the bucket stays: `side_by_side` copies.
-    """
-    for numbers in buckets(local):
-        pieces = [tensors[number] for number in numbers]
-        if all(piece.is_contiguous() and piece.untyped_storage().nbytes() == piece.nbytes for piece in pieces):
-            with torch.no_grad():
-                storage, start = torch.cat([piece.reshape(-1) for piece in pieces]).untyped_storage(), 0
-                for piece in pieces:
-                    piece.set_(storage, start, piece.shape, piece.stride())  # pyright: ignore[reportUnknownMemberType]
-                    start += piece.numel()

@@ -34,7 +34,7 @@ from ..graph.nodes import communicates
 from ..layout import REPLICATED
 from ..plan.plan import Plan
 from .guards import Condition, Guards, Miss
-from .placement import Primed, entry_of, find_input, is_apart, pack_buckets, place_entry
+from .placement import Primed, entry_of, find_input, is_apart, place_entry
 from .random_state import SharedRng, draws_random, kept_if_it_raises
 
 
@@ -162,7 +162,6 @@ class Program:
                     condition.add("{}[{}] is {} and len({}) == {}", holder, key, container, container, len(container))
         self._holds = condition.compiled()
         self._check_pieces()
-        pack_buckets(self.local, self._held)
 
     def alike_along(self, axis: str) -> dict[str, torch.Tensor]:
         """What outlasts a call and is the same along `axis` of the mesh, by name."""
