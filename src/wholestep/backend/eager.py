@@ -345,8 +345,7 @@ def _is_of_counted_rows(node: Node) -> bool:
 
 def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuards | None, dict[str, str]]:
     """The sizes that arguments and strides of the nodes follow from, and a name for each expression of the batch's."""
-    guards: list[SizeGuards] = []
-    texts: dict[str, str] = {}
+    guards, texts = list[SizeGuards](), dict[str, str]()
 
     def note(leaf: Any) -> Any:
         if isinstance(leaf, ByPiece):
@@ -358,5 +357,6 @@ def _sizes_in(strides: Mapping[Node, tuple[int, ...] | None]) -> tuple[SizeGuard
         return leaf
 
     for node, stride in strides.items():
-        map_aggregate(cast(Any, (node.args, node.kwargs, stride or ())), note)
+        leaves = [v for v in (*node.args, *node.kwargs.values(), *(stride or ())) if type(v) not in (Node, int)]
+        map_aggregate(cast(Any, leaves), note)
     return guards[0] if guards else None, texts

@@ -185,10 +185,10 @@ def traced_stride(node: Node) -> tuple[int, ...] | None:
     traced, local = value(node), tensor(node)
     if not isinstance(traced, torch.Tensor) or local is None or traced.dim() != len(local.shape):
         return None
-    full = meta_of(traced)
-    stride = full.stride
-    if full.shape == local.shape:
+    stride = _torch.plain_numbers(traced.stride())
+    if _torch.plain_numbers(traced.shape) == local.shape:
         return stride
+    full = meta_of(traced)
     rows = full.shape[1:] == local.shape[1:] and rows_are_separate(full)
     strided = is_strided(node) or not same_strides(local, replace(local, stride=stride))
     return stride if rows and not strided else None

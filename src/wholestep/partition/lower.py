@@ -25,7 +25,7 @@ from ..graph.op_kinds import VIEWS, depends_on_strides, is_pointwise, packet_nam
 from ..graph.ops import COMPLETE, GRAD_READY
 from ..graph.owned import check_owners
 from ..graph.verify import check_local_graph
-from ..layout import REPLICATED, Extent, Layout, extent, replicated
+from ..layout import REPLICATED, Extent, Layout, extent
 from ..mesh import TIME
 from ..plan.decision import Decision
 from ..plan.for_pieces import DRAWN_INTO, is_drawn_into
@@ -326,7 +326,7 @@ class _Lowering:
         """Return `node` resharded to `want`, once per segment."""
         at = self._local_node(node, region)
         have = self._layout(node)
-        if have == want:
+        if have is want or have == want:
             return at
         if gathers(have, want) and _is_transposed(node) and node not in self.regions.on_demand:
             turns = node.target is aten.t.default
@@ -428,12 +428,12 @@ class _Lowering:
     def _local_output(self, full: TensorMeta | None, layout: Layout) -> TensorMeta | None:
         """Return the local output of an op; a shard of separate rows has the strides of the unsharded tensor."""
         local = self._local_meta(full, layout)
-        if local is None or full is None or any(layout.dims[1:]) or not meta.rows_are_separate(full):
+        if local is full or local is None or full is None or any(layout.dims[1:]) or not meta.rows_are_separate(full):
             return local
         return TensorMeta(local.shape, full.stride, local.dtype, local.device)
 
     def _local_meta(self, full: TensorMeta | None, layout: Layout) -> TensorMeta | None:
-        if full is None or layout == replicated(len(full.shape)) or not layout.is_sharded:
+        if full is None or not layout.is_sharded:
             return full
         shape = layout.local_shape(full.shape, self.plan.mesh, self.first)
         pairs = zip(full.stride, row_major(shape), strict=True)

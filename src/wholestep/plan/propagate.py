@@ -42,6 +42,7 @@ from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads
 from .rows_in_any_order import states_along
 
 _PRODUCER = "producer"
+_Decided = tuple[tuple[Layout, ...], tuple[Layout, ...], str, list[str], list[tuple[str, str]]]
 
 
 def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, Decision]:
@@ -66,7 +67,7 @@ class _Propagation:
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     targets: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
     origins: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
-    decided: dict[tuple[Hashable, ...], Decision] = field(default_factory=dict[tuple[Hashable, ...], Decision])
+    decided: dict[tuple[Hashable, ...], _Decided] = field(default_factory=dict[tuple[Hashable, ...], _Decided])
 
     def __post_init__(self) -> None:
         self.batch_dependent: frozenset[Node] = moving(self.situation.graph)
@@ -94,7 +95,6 @@ class _Propagation:
         self.decisions[node.name] = decision
         self.layouts[node] = decision.given
 
-    # -- the three kinds of node ----------------------------------------------------
     def _pick(self, node: Node) -> Decision:
         source, picked = node_at(node, 0), meta.picked(node)
         for layouts in (self.targets, self.origins):
@@ -136,13 +136,13 @@ class _Propagation:
         key = self._alike(node, inputs, have)
         if key not in self.decided:
             self.decided[key] = self._decision(node, inputs, have)
-        decision = self.decided[key]
-        if any(layout.partial for layout in decision.outputs):
+        takes, gives, why, because, moved = self.decided[key]
+        names = tuple([n.name for n in inputs])
+        moved = tuple([(with_names(name, names), text) for name, text in moved])
+        decision = Decision(takes, gives, why, None, tuple([with_names(t, names) for t in because]), names, moved)
+        if any(layout.partial for layout in gives):
             self._note_origins(node, have, decision)
-        names = [n.name for n in inputs]
-        because = tuple([with_names(text, names) for text in decision.because])
-        moved = tuple([(with_names(name, names), text) for name, text in decision.moves])
-        return Decision(decision.operands, decision.outputs, decision.why, None, because, tuple(names), moved)
+        return decision
 
     def _alike(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> tuple[Hashable, ...]:
         """Equal for calls that get the same decision, but for the names of their operands: equal layers have many."""
@@ -158,7 +158,7 @@ class _Propagation:
             tuple(map(inputs.index, inputs)) if len({*inputs}) < len(inputs) else (), meta.along(node),
         )  # fmt: skip
 
-    def _decision(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> Decision:
+    def _decision(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> _Decided:
         """The decision about a call, with places of operands for their names (`explain.with_names`)."""
         tensors = meta.tensors(node)
         want = [replicated(len(layout.dims)) for layout in have]
@@ -224,7 +224,7 @@ class _Propagation:
         if self.scout and node in self.batch_dependent and not pinned:
             outputs = self._if_decomposed(node, inputs, have, want, outputs)
         moved = moves(inputs, have, want, self.situation.mesh, self.situation.hardware) if have != want else ()
-        return Decision(tuple(want), tuple(outputs), why, None, tuple(because), (), tuple(moved))
+        return tuple(want), tuple(outputs), why, because, list(moved)
 
     def _owner(self, node: Node, axis: str) -> AxisState | None:
         return self.situation.pins.owners.get(node.name, {}).get(axis)
