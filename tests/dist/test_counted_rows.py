@@ -34,7 +34,12 @@ def kinds_of_picked(m: Picks, h: Tensor) -> Tensor:
     ids = (rows[:, 1].detach() * 4).long().clamp(-5, 5) + 5
     kinds, numbers = torch.unique(ids, return_counts=True)
     bins = torch.bincount(ids, minlength=12)[:, None]
-    return m.out(h).square().mean() + (m.words(kinds) * numbers[:, None]).sum() + (m.words.weight * bins).sum()
+    return (
+        m.out(h).square().mean()
+        + m.out(h)[h[:, 2].argmax()].sum()
+        + (m.words(kinds) * numbers[:, None]).sum()
+        + (m.words.weight * bins).sum()
+    )
 
 
 def beside_ddp(rank: int, world: int, style: str) -> None:

@@ -18,6 +18,7 @@ from torch.optim import AdamW
 import wholestep as ws
 from tests.steps import mean_square
 from wholestep.layout import sharded
+from wholestep.plan.strategy import Strategy
 from wholestep.typed_values import as_plain, is_a, plain_number
 
 
@@ -236,3 +237,15 @@ def test_what_is_no_text_names_no_module(wrong: Any) -> None:
     for make in makers:
         with pytest.raises(ws.PlanError):
             make()
+
+
+def test_a_strategy_names_what_it_lacks() -> None:
+    """Where it is made; what a strategy does not change it need not say. One with a plan by module is a key, too."""
+    lacking = type("Lacking", (Strategy,), {"axes": lambda self, mesh: ("dp",)})
+    with pytest.raises(
+        TypeError, match=r"abstract class Lacking with(out an implementation for)? abstract method '?describe"
+    ):
+        lacking()
+    plans: list[Any] = ["auto", {"*.w1": "colwise"}]
+    assert all(hash(ws.TensorParallel(p)) == hash(ws.TensorParallel(p)) for p in plans)
+    assert ws.TensorParallel(plans[0]) != ws.TensorParallel(plans[1])

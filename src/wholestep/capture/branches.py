@@ -61,9 +61,7 @@ def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
 
 
 def other_branch(branches: Sequence[TakenBranch], number: int, differ: Sequence[float], same: bool) -> CaptureError:
-    """The error of a call in which the truth of value `number` is the first that is not as expected; `differ`: of how
-    many ranks each is not. `same`: on some ranks it is as expected.
-    """
+    """The error of a call whose value `number` is the first not as expected, on `differ` ranks; `same`: not on all."""
     branch = branches[number]
     if not same:
         end = number + 1

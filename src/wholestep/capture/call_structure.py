@@ -67,9 +67,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class StepCall:
-    """Leaves and structure of the arguments of one call; `objects` are what it opened that can change, in order, and
-    `arrays` the numbers of the leaves that have the memory of an array of numpy.
-    """
+    """Leaves and structure of a call; `objects` that it opened and can change, `arrays`: leaves in memory of numpy."""
 
     structure: Structure
     leaves: tuple[Any, ...]
@@ -141,9 +139,7 @@ def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepC
 
 
 def equal_objects(a: Any, b: Any) -> bool:
-    """Return whether two values are alike but for the identity of what they are built of. Tensors, arrays, modules, and
-    what is no plain value and is not opened, are alike with themselves alone.
-    """
+    """Whether values are alike but for what they are built of; what is not opened is alike with itself alone."""
     if a is b:
         return True
     first, second = take_apart(a), take_apart(b)

@@ -89,6 +89,30 @@ class CountedPlaces:
         self._share(rows, *items)
         return iter(items)
 
+    def picked(self, x: torch.Tensor, index: Any) -> Any:
+        """`x[index]` by computed integers: a copy, where eager has a view. NotImplemented for other indices."""
+        parts: tuple[Any, ...] = cast(Any, index) if isinstance(index, tuple) else (index,)
+        number = next((n for n, part in enumerate(parts) if self._is_place(part)), None)
+        plain = all(
+            part is None or part is Ellipsis or type(part) in (int, slice) or _is_places(part) for part in parts
+        )
+        if number is None or not plain or _torch.inside_transform():
+            return NotImplemented
+        before, behind = parts[:number], parts[number + 1 :]
+        dim = sum(part is not None for part in before)
+        if any(part is Ellipsis for part in before):
+            dim = x.dim() - 1 - sum(part is not None for part in behind)
+        out = x[(*[slice(None)] * dim, parts[number].reshape(1))].select(dim, 0)
+        self._share(x, out)
+        rest = (*before, *behind)
+        again = self.picked(out, rest) if rest else out
+        return out[rest] if again is NotImplemented else again
+
+    def _is_place(self, part: Any) -> bool:
+        if not _is_places(part) or part.dim() or _torch.traced_node(part) is None or _torch.known_constant(part):
+            return False
+        return self.known(part, False) is None
+
     def _share(self, *values: Any) -> None:
         """Eagerly, these have one memory."""
         self.shared += [(value, _content(value), self.line()) for value in values]
@@ -97,8 +121,10 @@ class CountedPlaces:
         """Raise CaptureError if the step has written into what it has looped over, or read by numpy()."""
         for value, before, line in self.shared:
             if _content(value) != before:
-                problem = "the step writes into computed integers that Python has read, or into what it has read"
-                raise CaptureError(problem, "integers that stay", "copy them first: clone(), numpy().copy()", line)
+                problem = (
+                    "the step writes into what it has picked by a computed integer, or computed and read in Python"
+                )
+                raise CaptureError(problem, "values that stay", "copy them first: clone(), numpy().copy()", line)
 
     def _places(self, rows: torch.Tensor) -> list[int] | None:
         """The places of a mask, where `rows` are these, in order; each element of the mask is taken for true."""
@@ -266,6 +292,10 @@ def _most(node: Node, symbols: _torch.Symbols) -> int:
             waiting += [operand for operand in node.all_input_nodes if operand not in seen]
             seen.update(node.all_input_nodes)
     return most
+
+
+def _is_places(part: Any) -> bool:
+    return isinstance(part, torch.Tensor) and part.dtype in (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 def _content(value: Any) -> Any:

@@ -36,9 +36,7 @@ class _Recipe:
     device: str
 
     def cast(self, values: Tensor, dtype: torch.dtype, by_rows: bool = True) -> _Numbers:
-        """Cast a tensor, multiplied by what fills the range of `dtype` and overflows nowhere: a number, or one for each
-        row (of the last dim), or for each column (of all dims before it).
-        """
+        """Cast a tensor times what fills the range of `dtype`: a number, one a row (last dim), or one a column."""
         if not self.rowwise:
             amax = _aten.linalg_vector_norm.default(values, _INF)
         else:

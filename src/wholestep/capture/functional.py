@@ -272,9 +272,7 @@ class _Walk:
             raise _UnsupportedError(f"{node} with other strides")
 
     def _as_written(self, node: Node, new: Node) -> Node:
-        """`new` with the memory layout of the tensor that is written: autograd has left out copies for it, which some
-        kernels need. A few functional forms return rows where the in-place op keeps an order.
-        """
+        """`new` in the layout of the tensor that is written: kernels need it, and some functional forms return rows."""
         layout, new_layout = meta.tensor(node), meta.tensor(new)
         if layout is None or new_layout is None or layout == new_layout or not _is_dense(layout):
             return new

@@ -207,9 +207,7 @@ def holds_items(value: object) -> bool:
 
 
 def key_text(key: object, keys: Iterable[object]) -> str:
-    """Return the text of a key of a dict in a path: what has tensors is named by its place among `keys`, since their
-    numbers change, and a rank may have but a part of them.
-    """
+    """The text of a key in a path: what has tensors is named by its place among `keys`, as ranks may have a part."""
     if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(key)):
         return repr(key)
     return f"key {next((place for place, other in enumerate(keys) if other is key), -1)}"

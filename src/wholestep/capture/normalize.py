@@ -86,9 +86,7 @@ def _written(module: GraphModule) -> Iterator[tuple[Node, Node]]:
 
 
 def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
-    """Yield each node that changes a constant in place, or a view of it, and the constant's node. A new tensor that has
-    the memory of an array (`from_numpy`) is no new one: its storage cannot be resized.
-    """
+    """Yield each node that changes a constant in place, and the constant, also an array's (`from_numpy`)."""
     for node, viewed in _written(module):
         source = node_at(viewed, 0) if viewed.target is aten.lift_fresh_copy.default else viewed
         if source.op == "get_attr" and (
@@ -151,9 +149,7 @@ def _drop_no_ops(graph: Graph) -> None:
 
 
 def _share_views(graph: Graph, inputs: list[Input]) -> None:
-    """Merge equal views and casts of a parameter (autocast adds one per use), equal views of a result, so that it is
-    resharded once for all that read one, and equal arithmetic of hypers.
-    """
+    """Merge equal views and casts of a parameter, views of a result (resharded once), and arithmetic of hypers."""
     first: dict[tuple[object, ...], Node] = {}
     placeholders = zip(graph.find_nodes(op="placeholder"), inputs, strict=False)
     roles = {n: i.role for n, i in placeholders if i.role in (Role.PARAM, Role.HYPER)}
@@ -173,9 +169,7 @@ def _share_views(graph: Graph, inputs: list[Input]) -> None:
 
 
 def _moment(node: Node) -> tuple[object, ...]:
-    """When a view is read: by the forward, the backward or what is recomputed, in which of a list of equal modules.
-    What all of those read stays a view of each, so that they are equal.
-    """
+    """When, and in which of a list of equal modules, a view is read: what all of them read stays one for each."""
     parts = meta.module_path(node).split(".")
     last = max((i for i, part in enumerate(parts) if part.isdigit()), default=-1)
     return meta.is_backward(node), meta.is_recomputed(node), *parts[: last + 1]

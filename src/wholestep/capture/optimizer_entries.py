@@ -39,9 +39,7 @@ class Lookup(ABC):
 
 @dataclass
 class Items(Lookup):
-    """The items of the container of class `kind` at `holder[key]`, looked up at each use; to set one of a tuple, or of
-    what the step has `replaced`, makes another container.
-    """
+    """Items of the container at `holder[key]`, looked up at each use; one of a tuple, or `replaced`, is made anew."""
 
     holder: Any
     key: Any

@@ -31,9 +31,7 @@ class _Update:
 def optimizer_loops(
     fakes_of: Callable[[list[Any]], list[Any]], kind_of: Callable[[list[Any]], Any], recorded: Callable[[], int]
 ) -> list[Any]:
-    """Forms of the loops. `fakes_of` exchanges the user's tensors, `kind_of` is equal for fakes that are alike, what a
-    trace `recorded` besides ops must not grow while ops are repeated.
-    """
+    """Forms of the loops. Fakes alike have one `kind_of`; what is `recorded` besides must not grow in repeated ops."""
 
     def form(original: Callable[..., Any], params: Any, *lists: Any, **named: Any) -> Any:
         full: list[list[Any]] = [params, *(items for items in lists if type(items) is list and items)]

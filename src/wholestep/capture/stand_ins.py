@@ -37,9 +37,7 @@ _TOLD: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Unread(_torch.StandIn):
-    """In place of the value of the class `kind` at a `place` of the arguments, for an object of which it passes. `fake`
-    has the contents of an array; one that the step computes has no place.
-    """
+    """For a value of class `kind` at a `place` of arguments; `fake` has the contents of an array, maybe computed."""
 
     __slots__ = ("_fake", "_kind", "_place", "_refuse")
 
@@ -104,9 +102,7 @@ _ON_HOST: list[tuple[str, str, Callable[..., Any]]] = [("scipy.optimize", "linea
 
 
 def array_functions(as_array: _AsArray) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Functions, by owner and name, of arrays, and what runs in their place, in each module that has them by their
-    name. `as_array(contents, refusal)` stands for an array that the step computes.
-    """
+    """Functions of arrays, in each module that names them, and what runs in their place; `as_array` stands for one."""
     loaded = [module for module in list[Any](sys.modules.values()) if isinstance(module, ModuleType)]
     forms: list[tuple[Any, str, Any]] = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]
     for owner, name, form in _ON_HOST:

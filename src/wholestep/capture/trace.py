@@ -115,8 +115,7 @@ class Traced:
         if request.options.branches and request.options.branches_of_batch:  # what an error may show
             held = *state.params.values(), *state.buffers.values(), *held_state.optimizer_state(state)
             batch = batch | {entry.input.name: entry.tensor for entry in held}
-            options = {h.name: float(_option_place(state, h).get()) for h in request.hypers}
-            batch |= {name: torch.tensor(option, dtype=torch.float64) for name, option in options.items()}
+            batch |= {h.name: torch.asarray(_option_place(state, h).get(), dtype=torch.float64) for h in request.hypers}
         self.values_now = Reader(fakes.inputs, batch)
         self.numbers = Numbers(fakes.mode, sum(i.role is not Role.BATCH for i in fakes.inputs), self._add_number)
         self.branches = Branches(fakes.inputs, request.options, self.reader.now)
@@ -426,7 +425,7 @@ class _TorchCalls(_torch.FunctionMode):
             name: str = getattr(func, "__name__", "")
             forms = form_of(func), _torch.of_tensors(func), READS.get(func)
             named = name in INSTEAD or name.strip("_") in (*_ASKS_FOR_ZERO, "get", "set")
-            asked = func in (*_TEXT, *AS_TENSOR, *_torch.SUBTRACTIONS, cuda_attention.SDPA)
+            asked = func in (*_TEXT, *AS_TENSOR, *_torch.SUBTRACTIONS, cuda_attention.SDPA, torch.Tensor.__getitem__)
             plain = self._plain[func] = not (named or asked or any(forms))
         return plain
 
@@ -477,6 +476,8 @@ class _TorchCalls(_torch.FunctionMode):
             if func is torch.Tensor.__format__ and (is_installed(file) or not is_own_code(file)):
                 return text_of_tensor(_calling_text())  # mostly of an error that is not raised
             raise refusal
+        if func is torch.Tensor.__getitem__ and (out := self._step.places.picked(*args)) is not NotImplemented:
+            return out
         refuse_generators(named)
         if func is cuda_attention.SDPA and self._step.kernels:  # a name that the step imported
             return cuda_attention.attention(func, *args, **named)
@@ -488,8 +489,7 @@ class _TorchCalls(_torch.FunctionMode):
             self._step.saw_zero_grad(args[:1])
         if isinstance(named.get("alpha"), torch.Tensor) and func in _torch.SUBTRACTIONS:
             func, named = _torch.SUBTRACTIONS[func], {**named, "alpha": -named["alpha"]}
-        returned = NotImplemented if named else self._step.counts.instead(func, args)
-        if returned is not NotImplemented:
+        if not named and (returned := self._step.counts.instead(func, args)) is not NotImplemented:
             return returned
         returned = self._called(func, args, named)
         if returned is None and getattr(func, "__name__", "") == "__get__" and func == _GET_GRAD:

@@ -175,9 +175,7 @@ class ContextParallel(OneAxis):
         return self.method == "heads" or near_keys * parts > exchanged
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
-        """Warn of attention that is written by hand where the method is not for it. What ranks repeat is in
-        `Plan.repeated`.
-        """
+        """Warn of attention by hand where the method is not for it; `Plan.repeated` says what ranks repeat."""
         lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
         for node in graph.graph.nodes if self.method in ("heads", "ring") and mesh.axis_size(self.axis) > 1 else ():
             shape = meta.one_tensor(node).shape if packet_name(node.target) == "_softmax" else ()

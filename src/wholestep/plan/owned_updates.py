@@ -62,9 +62,7 @@ def whole_updates(
 def assigned(
     graph: TrainGraph, names: tuple[str, ...], ranks: int, hardware: Hardware, stages: Mapping[str, int]
 ) -> dict[str, int]:
-    """An owner for each of these parameters: the longest update goes first, to the rank of its stage with the shortest
-    so far.
-    """
+    """An owner for each parameter: the longest update goes first, to the rank of its stage with the shortest."""
     of_param, moves = _of_params(graph), moving(graph)
     us, sizes = dict.fromkeys(names, 0.0), {i.name: i.meta.size_bytes for i in graph.inputs}
     for node in graph.graph.nodes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -57,6 +58,7 @@ class Strategy(Protocol):
     of this one does not say stays as it is: parameters, activations, the batch.
     """
 
+    @abstractmethod
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes it uses on `mesh`. Raises MeshError or PlanError if it does not fit."""
         ...
@@ -81,6 +83,7 @@ class Strategy(Protocol):
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Raise PlanError if the completed plan breaks a promise of the strategy."""
 
+    @abstractmethod
     def describe(self, mesh: Mesh) -> str:
         """One line for the head of a plan."""
         ...

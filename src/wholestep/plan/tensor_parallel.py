@@ -100,7 +100,7 @@ class TensorParallel(OneAxis):
         'tp'
     """
 
-    plan: Mapping[str, str | ParallelStyle | ModuleStyle] | Literal["auto"]
+    plan: Mapping[str, str | ParallelStyle | ModuleStyle] | Literal["auto"] = field(hash=False)
     axis: str = "tp"
     sequence_dim: int = 1
     loss_parallel: bool = False
@@ -109,7 +109,7 @@ class TensorParallel(OneAxis):
     async_tp: bool = False
     reshard_after_forward: bool = False
     hardware: Hardware | None = None
-    pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate])
+    pinned: Mapping[str, Shard | Replicate] = field(default_factory=dict[str, Shard | Replicate], hash=False)
     replicated: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
