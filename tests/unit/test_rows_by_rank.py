@@ -140,7 +140,8 @@ LOADS: dict[str, list[list[int]]] = {
 }
 
 
-def _with_load(load: list[list[int]]) -> OneDevice:
+@cache
+def _with_load(load: str) -> OneDevice:
     """A layer of three experts that sends token number i of a call to the expert that the load says."""
 
     def make() -> tuple[nn.Module, Optimizer]:
@@ -153,14 +154,14 @@ def _with_load(load: list[list[int]]) -> OneDevice:
     def batch(experts: list[int]) -> Tensor:
         return torch.cat([torch.eye(3)[experts], 0.1 * torch.randn(len(experts), 5)], -1)[None]
 
-    return OneDevice(make, mean_square, [(batch(experts),) for experts in load])
+    return OneDevice(make, mean_square, [(batch(experts),) for experts in LOADS[load]])
 
 
 @pytest.mark.parametrize("parallel", [SENT, IN_ROOM], ids=["counted", "in room"])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("load", LOADS)
 def test_any_load(load: str, ranks: int, parallel: list[Any]) -> None:
-    comparison = compare(_with_load(LOADS[load]), f"dp={ranks}", parallel)
+    comparison = compare(_with_load(load), f"dp={ranks}", parallel)
     assert comparison.worst < 1e-10, f"{comparison.where} differs by {comparison.worst:.1e}"
     assert (counts_rows(comparison.local.graph) is None) == (parallel is IN_ROOM)
 
