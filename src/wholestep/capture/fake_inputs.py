@@ -135,17 +135,17 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
             entry, group = optimizer.state.get(parameter.tensor), groups.get(id(parameter.tensor))
             if not entry and group is not None and parameter.tensor.requires_grad:
                 alike = id(group), _torch.kind_of([fakes[name]])
-                new = [(key, _torch.other_fake(value)) for key, value in created.get(alike, ())]
-                if not new:
+                new = created.get(alike)
+                if new is None:
                     _torch.undo(optimizer.state.pop, fakes[name], None)
                     with out.mode, _torch.Remembering(), _torch.tensor_only_optimizers():
                         held_state.prime(optimizer, fakes[name], group, out.device)
                     entries = held_state.in_order(optimizer.state.pop(fakes[name], {}))
                     new = [(key, value) for key, value in entries if isinstance(value, torch.Tensor)]
-                    if None not in (alike[1], _torch.kind_of([value for _, value in new])):
+                    if alike[1] is not None:
                         created[alike] = new
                 for key, value in new:
-                    out.put(held_state.state_input(name, key, value, o, label), value)
+                    out.put(held_state.state_input(name, key, value, o, label), _torch.other_fake(value))
                     out.primed.add(out.inputs[-1].name)
             for key, value in held_state.in_order(entry or {}):
                 if isinstance(value, torch.Tensor):
