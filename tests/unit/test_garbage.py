@@ -44,12 +44,16 @@ def test_a_large_compile_ends_with_a_collection() -> None:
 @pytest.mark.parametrize("new_only", [True, False])
 def test_objects_from_before_are_left_alone_where_none_can_be_garbage_of_a_compile(new_only: bool) -> None:
     gc.unfreeze()
-    old = weakref.ref(Cycle())
+    held_so_far = Cycle()
+    gc.collect()
+    old, young = weakref.ref(held_so_far), weakref.ref(Cycle())
+    del held_so_far
     with collected_after(lambda: new_only):
         held = [[i] for i in range(120 * gc.get_threshold()[0])]
         lost = weakref.ref(Cycle())
     assert held
     assert lost() is None
+    assert young() is None
     assert (old() is not None) == new_only
     assert gc.get_freeze_count() == 0
     gc.collect()

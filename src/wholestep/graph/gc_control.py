@@ -39,9 +39,8 @@ def collected_after(new_only: Callable[[], bool] | None = None) -> Generator[Non
     """
     before = sys.getallocatedblocks()
     with collector_paused(), ExitStack() as frozen:
-        if new_only is not None and not gc.get_freeze_count():
-            gc.freeze()
-            frozen.callback(gc.unfreeze)
+        if new_only is not None:
+            frozen.enter_context(existing_objects_frozen(collects=False))
         yield
         if new_only is not None and not new_only():
             frozen.close()
@@ -50,15 +49,17 @@ def collected_after(new_only: Callable[[], bool] | None = None) -> Generator[Non
 
 
 @contextmanager
-def existing_objects_frozen() -> Generator[None]:
-    """Exclude existing objects from garbage collection inside this context or decorated function: the collector frees
-    the discarded graphs of a search without a walk over the others, in a pause too. Nested uses have no effect.
+def existing_objects_frozen(collects: bool = True) -> Generator[None]:
+    """Exclude existing objects from garbage collection inside this context or decorated function. If it `collects`, in
+    a pause too: discarded graphs of a search are freed without a walk over the others. Nested uses have no effect.
     """
     with ExitStack() as at_end:
         if not gc.get_freeze_count():
+            if _enabled.get() or gc.isenabled():
+                gc.collect(1)  # later they are all old: young garbage would stay for long
             gc.freeze()
             at_end.callback(gc.unfreeze)
-        if _enabled.get() and not gc.isenabled():
+        if collects and _enabled.get() and not gc.isenabled():
             gc.enable()
             at_end.callback(gc.disable)
         yield
@@ -73,6 +74,5 @@ def source_lines_dropped() -> Generator[None]:
     try:
         yield
     finally:
-        for name, (_, *details) in list(linecache.cache.items()):
-            if name not in cached and details and details[0] is not None:  # the time of a file
-                linecache.cache.pop(name, None)
+        for name in [n for n, (_, *of) in linecache.cache.items() if n not in cached and of and of[0] is not None]:
+            linecache.cache.pop(name, None)  # of a file, which has a time
