@@ -89,7 +89,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # what torch and the tests are made of is not walked again by each collection
-    gc.set_threshold(10_000, 10, 10)  # a capture makes millions of objects: a tenth of its time is collections by 700
 
 
 @pytest.fixture(autouse=True, scope="module")

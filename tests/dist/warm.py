@@ -30,4 +30,3 @@ if not torch.backends.cuda.is_built() and not torch.accelerator.is_available():
     torch.set_rng_state(state)
 gc.collect()
 gc.freeze()  # ranks walk over what they make themselves, and share the pages of the rest
-gc.set_threshold(10_000, 10, 10)  # as in tests/conftest.py
