@@ -60,6 +60,24 @@ def test_a_function_beside_tensor_parallelism(graph: ws.TrainGraph) -> None:
         assert "dp" in str(plan.storage["0.weight"].dims)
 
 
+def nested_otherwise(parameter, layout, mesh, axes):
+    dims = (axes if parameter.meta.shape[0] == 4 else axes[::-1], *layout.dims[1:])
+    return ws.Layout(dims), ws.Layout(dims)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_update_of_all_parameters_leaves_each_with_its_own_nesting_of_axes(fused: bool) -> None:
+    model, _, x = arguments()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    data = ws.DataParallel(nested_otherwise, axis=("a", "b"), semantics="global")
+    graph = ws.capture(train, model, optimizer, x)
+    plan = ws.plan(graph, "a=2,b=2", data)
+    assert [plan.storage[f"{n}.weight"].dims[0] for n in (0, 1)] == [("b", "a"), ("a", "b")]
+    gathers = str(ws.partition(graph, plan)).count("all_gather_into_tensor")
+    assert gathers == 2 * len(optimizer.param_groups[0]["params"]), "parameters along both axes, and no state"
+    assert (comparison := ws.compare(train, (model, optimizer, x), "a=2,b=2", data)).equal, comparison
+
+
 def test_compile_runs_it() -> None:
     losses: list[list[float]] = []
     for style in (shard_weights, "fully_shard"):

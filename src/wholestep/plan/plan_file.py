@@ -144,26 +144,24 @@ def _input(value: Any, at: str) -> Input:
 
 # -- strategies --------------------------------------------------------------------------------------------
 def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
-    """One value for each strategy; None if one of them is user-defined, has a function as its style, or is solved for
-    when a plan is made.
-    """
+    """One value for each strategy; None if one is a user's, has a function as its style, or is solved for in a plan."""
     parts = encode_parts(strategies) if strategies else []
     return None if not parts or None in parts else parts
 
 
 def encode_parts(strategies: Strategies) -> list[dict[str, Any] | None]:
     """Each strategy as a JSON value; None for one that has no form as text (`encode_strategies`)."""
+    styled = strategies.changed(TensorParallel, lambda part: replace(part, plan=dict(part.styles())))
+    unnamed = [part for part in strategies.parts if not isinstance(getattr(part, "style", ""), str)]
     return [
-        None if type(part) not in _STRATEGIES.values() or _is_open(part)
-        else {"is": type(part).__name__, **_encoded(vars(_with_styles(part)), {})}
-        for part in strategies.parts
+        None if type(part) not in _STRATEGIES.values() or part in unnamed or part in strategies.open_parts
+        else {"is": type(part).__name__, **_encoded(vars(text), {})}
+        for part, text in zip(strategies.parts, styled.parts, strict=True)
     ]  # fmt: skip
 
 
 def decode_parts(values: Any, local: Strategies) -> Strategies:
-    """Inverse of `encode_parts`, with those of `local` in place of what has no form as text, and of what is the same.
-    Raises MalformedError.
-    """
+    """Inverse of `encode_parts`; what is the same, or has no form as text, is of `local`. Raises MalformedError."""
     entries = as_list(values, "strategies")
     here = [*zip(encode_parts(local), local.parts, strict=True)][: len(entries)]
     here += [(None, None)] * (len(entries) - len(here))
@@ -187,14 +185,6 @@ def _strategy(value: Any, at: str) -> Strategy:
     if not isinstance(kind, str) or kind not in _STRATEGIES:
         raise wrong(f"{at}.is", kind, f"one of {', '.join(_STRATEGIES)}")
     return cast(Strategy, typed(_STRATEGIES[kind], fields, at, _READERS))
-
-
-def _is_open(part: Strategy) -> bool:
-    return not isinstance(getattr(part, "style", ""), str) or (isinstance(part, TensorParallel) and part.is_open)
-
-
-def _with_styles(part: Strategy) -> Strategy:
-    return replace(part, plan=dict(part.styles())) if isinstance(part, TensorParallel) else part
 
 
 _READERS: Readers = {

@@ -221,6 +221,8 @@ class _Propagation:
             because.append(f"{axis}: {text}")
             want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
             outputs = [o.put(axis, gives[i]) if i in gives else o for i, o in enumerate(outputs)]
+        if rule is not None and len(rule.groups) > 1:
+            _order_by_group(rule.groups, have, want, outputs)
         if self.scout and node in self.batch_dependent and not pinned:
             outputs = self._if_decomposed(node, inputs, have, want, outputs)
         moved = moves(inputs, have, want, self.situation.mesh, self.situation.hardware) if have != want else ()
@@ -575,6 +577,16 @@ def in_order(axes: Sequence[str], have: Sequence[Layout], moves: Sequence[bool])
         out.append((outermost or remaining)[0])
         remaining.remove(out[-1])
     return out
+
+
+def _order_by_group(groups: Sequence[Group], have: Sequence[Layout], want: list[Layout], gives: list[Layout]) -> None:
+    """Nest axes that shard one dim as the first operand of a group has them: `in_order` is one for all groups."""
+    for group in groups:
+        first = {frozenset(axes): axes for i in sorted(group.operands, reverse=True) for axes in have[i].dims}
+        for layouts, places in ((want, group.operands), (gives, group.outputs)):
+            for i in places if not group.merged else ():
+                dims = tuple(first.get(frozenset(axes), axes) for axes in layouts[i].dims)
+                layouts[i] = layouts[i] if layouts[i].blocks else replace(layouts[i], dims=dims)
 
 
 def reduced(partial: Layout, home: Layout) -> Layout:

@@ -214,9 +214,7 @@ class Strategies:
         return self.experts is not None and self.experts.axis in data
 
     def _may_be_apart(self, graph: TrainGraph, mesh: Mesh) -> bool:
-        """Whether ranks of experts have parts of one batch, or send rows of their own. Raises PlanError if they have
-        to, and cannot.
-        """
+        """Whether ranks of experts share one batch, or send rows. Raises PlanError: they have to, and cannot."""
         axis, method = (self.experts.axis, self.experts.method) if self.experts else ("", "auto")
         batch = (i for i in graph.inputs if i.role is Role.BATCH)
         cuts = [cut.axes for i in batch for cut in self.batch_cuts(mesh, i.name, len(i.meta.shape))]
