@@ -93,9 +93,7 @@ class CountedPlaces:
         """`x[index]` by computed integers: a copy, where eager has a view. NotImplemented for other indices."""
         parts: tuple[Any, ...] = cast(Any, index) if isinstance(index, tuple) else (index,)
         number = next((n for n, part in enumerate(parts) if self._is_place(part)), None)
-        plain = all(
-            part is None or part is Ellipsis or type(part) in (int, slice) or _is_places(part) for part in parts
-        )
+        plain = all(type(part) in (int, slice, type(None), type(...)) or _is_places(part) for part in parts)
         if number is None or not plain or _torch.inside_transform():
             return NotImplemented
         before, behind = parts[:number], parts[number + 1 :]
@@ -104,9 +102,9 @@ class CountedPlaces:
             dim = x.dim() - 1 - sum(part is not None for part in behind)
         out = x[(*[slice(None)] * dim, parts[number].reshape(1))].select(dim, 0)
         self._share(x, out)
-        rest = (*before, *behind)
-        again = self.picked(out, rest) if rest else out
-        return out[rest] if again is NotImplemented else again
+        others = (*before, *behind)
+        again = self.picked(out, others) if others else out
+        return out[others] if again is NotImplemented else again
 
     def _is_place(self, part: Any) -> bool:
         if not _is_places(part) or part.dim() or _torch.traced_node(part) is None or _torch.known_constant(part):

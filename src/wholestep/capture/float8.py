@@ -36,7 +36,7 @@ class _Recipe:
     device: str
 
     def cast(self, values: Tensor, dtype: torch.dtype, by_rows: bool = True) -> _Numbers:
-        """Cast a tensor times what fills the range of `dtype`: a number, one a row (last dim), or one a column."""
+        """Cast a tensor times a number (or one a row, or a column) that fills the range of `dtype`: none overflows."""
         if not self.rowwise:
             amax = _aten.linalg_vector_norm.default(values, _INF)
         else:

@@ -164,7 +164,9 @@ def _fields_size(kind: type) -> int:
 
 
 def is_closed(kind: type) -> bool:
-    """True for classes of Python and torch with attributes of their own, not for those that their code makes for oth"""
+    """True for classes of Python and torch whose attributes are their own affair. A class that code of Python's makes
+    for others has the name of its module, which does not have it.
+    """
     module = str(kind.__module__ or "")
     top = module.partition(".")[0]
     of_python = top in sys.stdlib_module_names and top not in _OPENED and module != "__main__"
