@@ -16,11 +16,12 @@ import wholestep as ws
 from tests.steps import mean_square as train
 from wholestep.cli import app
 from wholestep.layout import AxisState
-from wholestep.plan.plan_file import decode_strategies, encode_strategies
+from wholestep.plan.plan_file import decode_parts, decode_strategies, encode_parts, encode_strategies
 from wholestep.plan.strategies import Strategies
 from wholestep.plan.strategy import Pins
 from wholestep.plan.tensor_parallel import SolvedLayouts
 
+MACHINE = ws.Hardware.preset("dgx-h100")
 HALF = ws.MixedPrecision(torch.bfloat16, torch.float32)
 BY_HAND: dict[str, Any] = {
     "*.0": ColwiseParallel(),
@@ -184,6 +185,16 @@ def test_pins_by_pairs_of_names_come_back() -> None:
     )
     cuts = Strategies((SolvedLayouts("tp", {"0.weight": AxisState("S", 0)}, pins, "solved"),))
     assert decode_strategies(json.loads(json.dumps(encode_strategies(cuts)))) == cuts
+
+
+@pytest.mark.parametrize("options", [{}, {"hardware": MACHINE}, {"pinned": {"0": Shard(1)}}, {"replicated": ("0",)}])
+def test_what_is_solved_for_on_this_rank_stays_this_ranks(options: dict[str, Any]) -> None:
+    """A strategy that solves for layouts has no text, whatever its options; its rank's own is taken."""
+    local = Strategies((ws.DataParallel("zero1"), ws.TensorParallel("auto", **options)))
+    values = encode_parts(local)
+    assert [value is None for value in values] == [False, True]
+    assert decode_parts(json.loads(json.dumps(values)), local) == local
+    assert encode_strategies(local) is None
 
 
 def test_precision_is_kept_with_a_plan_and_asked_for_again(tmp_path: Path) -> None:

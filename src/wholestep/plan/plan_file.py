@@ -151,7 +151,7 @@ def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
 
 def encode_parts(strategies: Strategies) -> list[dict[str, Any] | None]:
     """Each strategy as a JSON value; None for one that has no form as text (`encode_strategies`)."""
-    styled = strategies.changed(TensorParallel, lambda part: replace(part, plan=dict(part.styles())))
+    styled = strategies.changed(TensorParallel, lambda p: p if p.is_open else replace(p, plan=dict(p.styles())))
     unnamed = [part for part in strategies.parts if not isinstance(getattr(part, "style", ""), str)]
     return [
         None if type(part) not in _STRATEGIES.values() or part in unnamed or part in strategies.open_parts
