@@ -26,7 +26,7 @@ from wholestep.partition.stage_program import orders_in
 from wholestep.passes.bucket import GATHER
 from wholestep.passes.in_bodies import InBodies
 from wholestep.passes.order_collectives import collectives_of, with_collectives_in
-from wholestep.passes.order_stages import as_said, said_of, with_orders
+from wholestep.passes.order_stages import named_orders, with_orders
 from wholestep.planner.staged_plan import ShortStages, stage_passes, staged
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -190,12 +190,12 @@ def test_blocks_are_scheduled_once(inside: str) -> None:
 
 def test_ranks_take_the_order_of_a_rank_with_another_batch() -> None:
     one, other = (_in_stages("zero2", schedule) for schedule in ("gpipe", "zero_bubble"))
-    made = as_said(other, said_of(one), GPUS)
-    assert said_of(made) == said_of(one) != said_of(other)
-    assert as_said(made, said_of(one), GPUS) is made
+    made = with_orders(other.copy(), "", GPUS, named_orders(one))
+    assert named_orders(made) == named_orders(one) != named_orders(other)
     assert staged(made, BlockPrices(GPUS, made.mesh)).step_us == staged(one, BlockPrices(GPUS, one.mesh)).step_us
     fewer = _in_stages("zero2", "gpipe", pieces=2)
-    assert said_of(with_orders(fewer.copy(), "", GPUS, said_of(one))) == said_of(fewer), "of other pieces: its own"
+    taken = with_orders(fewer.copy(), "", GPUS, named_orders(one))
+    assert named_orders(taken) == named_orders(fewer), "of other pieces: its own"
 
 
 def test_products_run_beside_exchanges_of_activations() -> None:

@@ -220,13 +220,15 @@ class CachedChoices:
         """Remember fields of `Choices` for a later start."""
         self.now = replace(self.now, **chosen)
 
-    def fitting_for(self, local: LocalGraph) -> Fitting | None:
-        """How an earlier start fitted this program into its budget; None where it fitted another one."""
-        if self.earlier.fitting is None or self.earlier.fitted == digest([str(local)]):
-            return self.earlier.fitting
-        if self.cache is not None:
+    def fitting_for(self, local: LocalGraph, choose: Callable[[], Fitting]) -> Callable[[], Fitting]:
+        """`choose`, or what says how an earlier start fitted this program into its budget. Looks up."""
+        self.look_up()
+        earlier = self.earlier.fitting
+        if earlier is not None and self.earlier.fitted == digest([str(local)]):
+            return lambda: earlier
+        if earlier is not None and self.cache is not None:
             self.cache.tell("miss: the tensors to rematerialize were chosen for another program")
-        return None
+        return choose
 
     def note_fitting(self, local: LocalGraph, fitting: Fitting) -> None:
         """Remember how `local` is fitted into its budget."""

@@ -42,7 +42,7 @@ from .store_tree import StoreTree, add, appears, get, pause_s, put
 _PUBLISHED_S = 10.0  # at least, for what another rank is about to publish
 _REPORT_S = 5.0  # between two reports of missing ranks
 _PATIENCE_S = 5.0  # then a rank at a barrier warns, and publishes where it waits
-UNDER = ("call", "choices", "plan", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
+UNDER = ("call", "choices", "auto", "plan", "blocks", "order", "memory", "memory/fits/outcome", "memory/fits/outcomes")
 _STORE = "the store of the job"  # which does not answer where its host is lost
 _AT = Mapping[int, str]
 _LOOK_S = 0.5  # between two looks at where the other ranks wait

@@ -16,8 +16,14 @@ from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from .base import InContext
 from .bucket_sizes import on_gpus
-from .context import Context
+from .context import Choice, Context
 from .fusible_products import Site, Writer, sites
+
+FUSED: Choice[tuple[str, ...]] = Choice(
+    "fused", "which collectives are fused with products", tuple[str, ...],
+    lambda first, by_rank: tuple(name for name in first if all(name in names for names in by_rank)),
+)  # fmt: skip
+"""Names of the collectives that all ranks would fuse."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,8 @@ class AsyncTensorParallel(InContext):
             return local
         local = replace(local, graph=copy_graph(local.graph))
         faster = {site.collective.name: site for site in faster_sites(local, axes, self.hardware)}
-        agreed = faster.keys() if context.fused is None else context.fused(list(faster))
+        decide = context.decide
+        agreed = faster.keys() if decide is None else decide(FUSED, lambda: tuple(faster), local)
         position = {node: (i, 0) for i, node in enumerate(local.graph.nodes)}
         replaced = dict[Node, Node]()
         for name, site in faster.items():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from ..cost.memory import PeakMemory, peak_memory
 from ..graph.graph import LocalGraph
 
 Pass = Callable[[LocalGraph], LocalGraph]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,23 +30,37 @@ class Fitting:
 
 
 @dataclass(frozen=True)
+class Choice(Generic[T]):
+    """Something that may differ between ranks and changes no number: `what` it says, of the type `kind`.
+
+    `combine` makes the decision of the first rank's proposal and those of all ranks; without it, that of the first rank
+    is taken, and no other rank makes one.
+    """
+
+    name: str
+    what: str
+    kind: Any
+    combine: Callable[[T, Sequence[T]], T] | None = None
+
+
+Decide = Callable[[Choice[Any], Callable[[], Any], LocalGraph], Any]
+"""From a choice, and what proposes one for a program, to the decision of all ranks that run this program."""
+
+
+@dataclass(frozen=True)
 class Context:
     """What ranks decide together, and what a part of a step stands for.
 
     Args:
-        order: returns the names of the collectives of a program in the order of all ranks.
+        decide: decides on choices with other ranks; None where there are none.
         calls: puts the calls of a program into the order of another one.
-        fused: maps the collectives that this rank would fuse, by name, to those that all ranks fuse.
-        fitting: broadcasts the first rank's result of the given function, for the given program, to all ranks.
         peak: peak memory of a finished program.
         traffic: what the collectives of the whole step carry, where the program is a part.
         following: the passes behind the one that runs.
     """
 
-    order: Callable[[LocalGraph], Sequence[str]] | None = None
+    decide: Decide | None = None
     calls: Pass | None = None
-    fused: Callable[[Sequence[str]], Set[str]] | None = None
-    fitting: Callable[[Callable[[], Fitting], LocalGraph], Fitting] | None = None
     peak: Callable[[LocalGraph], PeakMemory] = peak_memory
     traffic: CollectiveTraffic | None = None
     following: tuple[Pass, ...] = ()

@@ -17,10 +17,16 @@ from ..partition.stage_program import stage_program
 from ..tuning import TUNING
 from .base import InContext, Pass, run_passes
 from .bucket_sizes import sizing_of, smaller_buckets
-from .context import Context, Fitting
+from .context import Choice, Context, Fitting
 from .recompute import Peak, PeakWith, budget_error, choose, fitted
 from .remat_frontier import RematChoice
 from .saved_values import SavedValues
+
+FITTING: Choice[Fitting] = Choice("memory", "what it rematerializes", Fitting)
+FITTING_OF_STAGE: Choice[Fitting] = Choice(
+    "memory", FITTING.what, Fitting, lambda first, fits: replace(first, way=max(fit.way for fit in fits))
+)
+"""Ranks rematerialize what the first rank of their stage does; buckets are as small as one rank of all needs them."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +60,11 @@ class FitMemory(InContext):
 
     def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """`local` within the budget. A rank whose batch needs more memory than the first rank's rematerializes more."""
-        if context.fitting is None:
+        if context.decide is None:
             return self.applied(local, self.choose(local))
         fit = replace(self, after=context.following, peak=context.peak)
-        fitting = context.fitting(lambda: fit.choose(local), local)
+        choice, propose = (FITTING, fit.choose) if self.stage is None else (FITTING_OF_STAGE, fit._of_stage)
+        fitting = context.decide(choice, lambda: propose(local), local)
         local = fit._saved(local).applied(fitting.names, self.hardware)
         saved = SavedValues(local, gathers=False, stage=self.stage)
         return fit._sized(fitted(saved, self.budget_bytes, self.hardware, fit._peak(saved, fitting.way)), fitting.way)
@@ -100,6 +107,13 @@ class FitMemory(InContext):
             attempt(min(attempts)[1], saved.path(self.hardware, TUNING.hidden_gather_share))
         _, number, names = min(attempts)
         return Fitting(number, names)
+
+    def _of_stage(self, local: LocalGraph) -> Fitting:
+        """`choose`, or the smallest buckets where nothing fits on this rank, which then says its own peak."""
+        try:
+            return self.choose(local)
+        except PlanError:
+            return Fitting(len(smaller_buckets(self.after)) - 1, ())
 
     def least(self, local: LocalGraph) -> tuple[Fitting, int]:
         """The choice with the smallest peak, and that peak in bytes."""

@@ -15,7 +15,10 @@ from ..graph.graph import LocalGraph
 from ..graph.loop import named_bodies, put_bodies
 from ..graph.nodes import copy_graph, is_collective, operands
 from .base import InContext
-from .context import Context
+from .context import Choice, Context
+
+ORDER: Choice[tuple[str, ...]] = Choice("order", "in which order collectives run", tuple[str, ...])
+"""Names of the collectives of a program, in order: ranks whose batches differ in size may prefer others."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,9 @@ class SameOrder(InContext):
 
     def within(self, local: LocalGraph, context: Context) -> LocalGraph:
         """The program with its collectives, and then its calls, in that order."""
-        if context.order is not None:
-            local = with_collectives_in(local, context.order(local))
+        if context.decide is not None:
+            order = context.decide(ORDER, lambda: tuple(collectives_of(local)), local)
+            local = with_collectives_in(local, order)
             local = local if local.across is None else in_one_order(local)
         return local if context.calls is None else context.calls(local)
 

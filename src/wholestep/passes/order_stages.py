@@ -23,7 +23,10 @@ from ..partition.stage_program import orders_in, stage_program
 from ..plan.check_plan import check_plan
 from ..plan.plan import Plan
 from .bucket_sizes import SizeBuckets
+from .context import Choice
 from .in_bodies import InBodies
+
+BLOCKS: Choice[tuple[NamedOrder, ...]] = Choice("blocks", "in which order stages run blocks", tuple[NamedOrder, ...])
 
 
 @collector_paused()
@@ -105,24 +108,6 @@ def _schedule(
     return held_bytes
 
 
-def note_orders(local: LocalGraph, chosen: list[NamedOrder]) -> None:
-    """Add the orders of the loops of a program to `chosen`."""
-    chosen += [named for named in said_of(local) if named not in chosen]
-
-
-def said_of(local: LocalGraph) -> tuple[NamedOrder, ...]:
-    """The orders of the loops of a program, for ranks whose batch may have another size."""
+def named_orders(local: LocalGraph) -> tuple[NamedOrder, ...]:
+    """The orders of the loops of a program."""
     return tuple((stages.order, stages.tasks) for stages in orders_in(local))
-
-
-def as_said(local: LocalGraph, loop_orders: tuple[NamedOrder, ...], hardware: Hardware) -> LocalGraph:
-    """The program of all stages in the orders of another rank; a copy where these differ."""
-    if said_of(local) == loop_orders:
-        return local
-    program, remaining, mesh, axis = local.copy(), iter(loop_orders), local.mesh, local.stage_axis
-    for node in program.graph.nodes:
-        if (loop := loop_of(node)) is not None and loop.stages is not None:
-            stages = in_order_of(loop, next(remaining), mesh, axis, hardware, _device(local))
-            assert stages is not None, "ranks run the same blocks"
-            node.target = replace(loop, stages=stages)
-    return program

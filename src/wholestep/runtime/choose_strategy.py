@@ -17,6 +17,7 @@ from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass
+from ..passes.context import Choice
 from ..plan.data_parallel import DataParallel, PerParameterStorage
 from ..plan.decision import Objective
 from ..plan.micro_batches import MicroBatches
@@ -41,21 +42,20 @@ def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
 
 
 def choose_strategy(
-    auto: Auto | PieceSearch, captured: Capture, finalizer: Finalizer, label: str
+    auto: Auto | PieceSearch, captured: Capture, finalizer: Finalizer
 ) -> tuple[AutoChoice, Strategies, Hardware]:
     """The first rank's choice, its strategies, and the hardware that plans were compared on. Placed state stays."""
-    graph, world, choices, rendezvous = captured.graph, finalizer.world, finalizer.choices, finalizer.rendezvous
+    graph, world, choices, decisions = captured.graph, finalizer.world, finalizer.choices, finalizer.decisions
     choices.look_up()
     measured, schedule = finalizer.hardware_and_schedule()
     chosen = choices.earlier.auto
     if chosen is None:
         candidates = auto.candidates(world.mesh, same_batches=True)
-        timeout_s = rendezvous.timeout_s + TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
+        search_s = TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
         passes = default_passes(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
-        rendezvous = replace(rendezvous, timeout_s=timeout_s)
-        base = auto.base(world.mesh)
-        message = rendezvous.choose(label, lambda: _said(search(), base), "which plan it chose", _Said)
+        base, label = auto.base(world.mesh), decisions.label()
+        message = decisions.decide(_AUTO, label, lambda: _said(search(), base), extra_s=search_s)
         chosen = _as_said(message, base, label)
     choices.note(auto=chosen)
     return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
@@ -74,6 +74,7 @@ def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> S
 
 
 _Said = tuple[Objective, int | None, tuple[str, ...], str]
+_AUTO: Choice[_Said] = Choice("auto", "which plan it chose", _Said)
 
 
 def _said(chosen: AutoChoice, base: Strategies) -> _Said:

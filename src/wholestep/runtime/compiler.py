@@ -31,8 +31,9 @@ from ..graph.graph import LocalGraph, TrainGraph
 from ..graph.sizes_in_graph import planned_at
 from ..hardware.hardware import Hardware
 from ..partition.stage_blocks import NamedOrder
+from ..passes.context import Choice
 from ..passes.order_collectives import CallOrder
-from ..passes.order_stages import lowered, note_orders
+from ..passes.order_stages import lowered, named_orders
 from ..plan.expert_parallel import with_expert_rows
 from ..plan.make_plan import differences
 from ..plan.padding_proof import PaddingError
@@ -45,6 +46,7 @@ from ..typed_json import parse
 from .choose_strategy import choose_strategy, same_numbers, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
+from .decisions import Decisions
 from .finalize import Finalizer
 from .pad_batches import exact
 from .placement import placed
@@ -88,6 +90,7 @@ class Dump:
         self.write(f"3-pass-{self.passes:02}-{name}", local)
 
 
+_PLAN: Choice[str] = Choice("plan", "which stages and layouts it chose", str)
 Numbers = Sequence[tuple[Optimizer, int, str, Any]]
 """Options of optimizers that a program holds as constants: optimizer, group, key, value."""
 
@@ -125,7 +128,8 @@ class Compiler:
         self.sizes = SymbolicSizes(self.options, self.world, self.log)
         which = f"number of ws.compile({self.name}): {self.number}"
         self.consistency = ConsistencyCheck(*shared, label, which)
-        self.finalizer = Finalizer(*shared)
+        self.decisions = Decisions(self.world, self.rendezvous, lambda: self.consistency.round_label)
+        self.finalizer = Finalizer(*shared, self.decisions)
 
     @property
     def strategies(self) -> Strategies:
@@ -168,8 +172,7 @@ class Compiler:
             program = self.consistency.program(program, replace(inputs, leaves=leaves), again)
         else:
             program = self.consistency.alone(program)
-        self.finalizer.forget(self.consistency.knows)
-        self.finalizer.label = self.consistency.round_label
+        self.decisions.forget(self.consistency.knows)
         keeps = self.strategies.options.reshard_after_forward is False
         watch = dump.after_pass if dump.folder else None  # with a watch, each pass changes a copy
         may_regather = self.options.may_regather and (keeps or not self._choice)
@@ -314,7 +317,7 @@ class Compiler:
         agree in each call, and a program is compiled by those ranks alone that need it.
         """
         local = lowered(graph, planned, self._orders)
-        note_orders(local, self._orders)
+        self._orders += [named for named in named_orders(local) if named not in self._orders]
         return local
 
     def _plan(self, captured: Capture) -> Plan:
@@ -323,9 +326,8 @@ class Compiler:
         if options.auto is not None and self._choice is None:
             if mesh.size > 1:
                 self.consistency.before_choosing(options.auto.describe(mesh))
-            label = f"{self.consistency.label}/auto/{self.consistency.round}"
             with self.stages.stage("choose"):
-                choice = choose_strategy(options.auto, captured, self.finalizer, label)
+                choice = choose_strategy(options.auto, captured, self.finalizer)
             self._choice, self._strategies, self._chosen_on = choice
         open_to_solve = self.strategies.open_parts if mesh.size > 1 else []
         priced_on = options.plan.hardware if options.plan is not None else options.user.hardware
@@ -359,9 +361,8 @@ class Compiler:
     def _as_on_first_rank(self, planned: Plan, plan_by: Callable[..., Plan], rest: tuple[Any, ...]) -> Plan:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
         assert planned.strategies is not None, "it was planned by some"
-        what = "which stages and layouts it chose"
-        label, text = f"{self.consistency.round_label}/plan", json.dumps(encode_parts(planned.strategies))
-        first_text = self.rendezvous.broadcast(label, text, what, str)
+        label, text = self.consistency.round_label, json.dumps(encode_parts(planned.strategies))
+        first_text = self.decisions.decide(_PLAN, label, lambda: text)
         if first_text == text:
             return planned
         with reading(label):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..backend.default_passes import default_passes, edited
 from ..backend.gloo.exchange import exchanges
@@ -17,19 +18,18 @@ from ..errors import PlanError
 from ..graph.graph import LocalGraph
 from ..graph.text import human, human_at_least
 from ..hardware.hardware import Hardware
-from ..partition.stage_blocks import NamedOrder
 from ..partition.stage_program import channels_of, stage_program
 from ..passes.base import Pass, Watch, run_passes
-from ..passes.bucket_sizes import smaller_buckets
-from ..passes.context import Context, Fitting
-from ..passes.fit_memory import FitMemory
-from ..passes.order_collectives import CallOrder, collectives_of
-from ..passes.order_stages import as_said, note_orders, said_of, with_orders
+from ..passes.context import Choice, Context
+from ..passes.fit_memory import FITTING, FITTING_OF_STAGE, FitMemory
+from ..passes.order_collectives import CallOrder
+from ..passes.order_stages import BLOCKS, named_orders, with_orders
 from ..passes.schedule import Schedule
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
 from .compile_options import StepOptions
 from .consistency import RankProgram
+from .decisions import Decisions
 from .progress import Stages
 
 
@@ -37,30 +37,19 @@ from .progress import Stages
 class Finalizer:
     """Schedules the programs of one step; ranks run collectives in the order of the first rank.
 
-    Its compiles share the measured hardware, the schedule for it, and what the first rank chose for programs that ranks
-    have compared (fitting into memory, order of collectives). `choices` and `label`, under which ranks exchange
-    something, are those of the compile that runs.
+    Its compiles share the measured hardware, the schedule for it, and what ranks decided for programs that they have
+    compared. `choices` are those of the compile that runs.
     """
 
     options: StepOptions
     world: World
     rendezvous: Rendezvous
     stages: Stages
-    label: str = ""
+    decisions: Decisions
     hardware: Hardware | None = None
     schedule: Schedule | None = None
-    fits: dict[str, Fitting] = field(default_factory=dict[str, Fitting])
-    orders: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    fused: dict[str, Set[str]] = field(default_factory=dict[str, Set[str]])
-    _orders_of_blocks: dict[str, list[NamedOrder]] = field(default_factory=dict[str, "list[NamedOrder]"])
     _calls: CallOrder = field(default_factory=CallOrder)
     choices: CachedChoices = field(init=False)
-
-    def forget(self, knows: Callable[[str], bool]) -> None:
-        """Drop what was chosen for programs that ranks have forgotten to have compared."""
-        for table in (self.fits, self.orders, self.fused, self._orders_of_blocks):
-            for key in [key for key in table if not knows(key)]:
-                del table[key]
 
     def finish(
         self, program: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
@@ -72,7 +61,10 @@ class Finalizer:
         if program.local.stage_axis:
             program = self._of_stage(program, key, watch)
         elif budget is None:
-            program = replace(program, local=self._scheduled(program.local, key, watch))
+            passes = self._passes(program.local)
+            with self.stages.stage("schedule"):
+                local = run_passes(program.local, passes, watch, context=self._context(key))
+            program = replace(program, local=local)
         else:
             program = replace(program, local=self._fitted(program.local, key, budget, may_regather, watch))
         self.choices.store()
@@ -93,58 +85,36 @@ class Finalizer:
             return replace(program, local=local, before=full)
 
     def _ordered(self, local: LocalGraph, key: str, hardware: Hardware) -> LocalGraph:
-        """The program of all stages in the order of blocks of the first rank, whose batch may have another size.
-        Programs known as `key` have the order of the first of them, as ranks compile some alone.
-        """
-        orders = self._orders_of_blocks.setdefault(key, [])
-        if orders:
-            local = with_orders(local.copy(), "", hardware, orders)
-        else:
-            label, what = f"{self.label}/blocks/{key}", "in which order stages run blocks"
-            of_first = self.rendezvous.broadcast(label, said_of(local), what, tuple[NamedOrder, ...])
-            local = as_said(local, of_first, hardware)
-        note_orders(local, orders)
-        return local
+        """The program of all stages in the order of blocks of the first rank, whose batch may have another size."""
+        orders = self.decisions.decide(BLOCKS, key, lambda: named_orders(local))
+        return local if named_orders(local) == orders else with_orders(local.copy(), "", hardware, orders)
 
     def _stage_within(
         self, local: LocalGraph, plain: tuple[Pass, ...], key: str, budget_bytes: int, watch: Watch | None
     ) -> LocalGraph:
         """The program of a stage within the budget. Ranks of a stage rematerialize what its first one does, and more
-        where they have to; buckets are as small on all ranks as one of them needs. Raises PlanError on a rank that is
-        over the budget, which stops all others.
+        where they have to. Raises PlanError on a rank that is over the budget, which stops all others.
         """
-        stage = self.world.coordinate[local.stage_axis]
-
-        def fitting(choose: Callable[[], Fitting], _: LocalGraph) -> Fitting:
-            """As the first rank of the stage chooses, with the smallest buckets of any rank, or the smallest of all."""
-            if key not in self.fits:
-                try:
-                    choice = choose()
-                except PlanError:  # `_within` reports it, with this rank's peak
-                    choice = Fitting(len(smaller_buckets(plain)) - 1, ())
-                label, what = f"{self.label}/memory/buckets", "what it rematerializes"
-                by_rank = self.rendezvous.gather(label, choice, what, Fitting)
-                self.fits[key] = replace(by_rank[self._first_of(stage)], way=max(rank_fit.way for rank_fit in by_rank))
-            return self.fits[key]
-
+        stage, context = self.world.coordinate[local.stage_axis], self._context(key)
         fit = FitMemory(budget_bytes, self._hardware(), False, stage=stage)
-        context = Context(fitting=fitting, peak=self._peak, following=plain)
 
         def fitted() -> LocalGraph:
-            return run_passes(fit.within(local, context), plain, watch, context=self._context(key))
+            within = fit.within(local, replace(context, peak=self._peak, following=plain))
+            return run_passes(within, plain, watch, context=context)
 
-        return self._within(f"stage {stage}", budget_bytes, key, self.rendezvous, fitted)
+        return self._within(FITTING_OF_STAGE, f"stage {stage}", budget_bytes, key, self.rendezvous, fitted)
 
     def _peak(self, local: LocalGraph) -> PeakMemory:
         return peak_memory(bound_to_rank(local, self.world))
 
     def _within(
-        self, what: str, budget_bytes: int, key: str, rendezvous: Rendezvous, fitted: Callable[[], LocalGraph]
-    ) -> LocalGraph:
+        self, choice: Choice[Any], what: str, budget_bytes: int, key: str, rendezvous: Rendezvous,
+        fitted: Callable[[], LocalGraph],
+    ) -> LocalGraph:  # fmt: skip
         """The program that `fitted` returns. Raises PlanError on a rank that is over the budget, which stops all others
         unless all know that programs of this kind fit.
         """
-        is_known, failure = key in self.fits, ""
+        is_known, failure = self.decisions.has(choice, key), ""
         try:
             program = fitted()
             if (size := self._peak(program).size_bytes) > budget_bytes:
@@ -154,7 +124,7 @@ class Finalizer:
             raise
         finally:
             if not is_known:
-                rendezvous.all_equal(f"{self.label}/memory/fits", {}, failure)
+                rendezvous.all_equal(f"{self.decisions.label()}/memory/fits", {}, failure)
         return program
 
     def hardware_and_schedule(self) -> tuple[Hardware, Schedule | None]:
@@ -197,11 +167,6 @@ class Finalizer:
         schedule = None if exchanges_nothing else self._schedule()
         return edited(default_passes(schedule=schedule, backend=self.options.backend), self.options.user.passes)
 
-    def _scheduled(self, local: LocalGraph, key: str, watch: Watch | None) -> LocalGraph:
-        passes = self._passes(local)
-        with self.stages.stage("schedule"):
-            return run_passes(local, passes, watch, context=self._context(key))
-
     def _fitted(
         self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
     ) -> LocalGraph:
@@ -210,59 +175,32 @@ class Finalizer:
         search_s = TUNING.fit_seconds * len(local.graph.nodes)
         rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
 
-        def fitting(choose: Callable[[], Fitting], local: LocalGraph) -> Fitting:
-            """How the first rank fits `local`, as an earlier start chose it or as it chooses now."""
-            if key not in self.fits:
-                self.choices.look_up()
-                earlier = self.choices.fitting_for(local)
-                chosen = choose if earlier is None else lambda: earlier
-                what = "what it rematerializes"
-                self.fits[key] = rendezvous.choose(f"{self.label}/memory", chosen, what, Fitting)
-                self.choices.note_fitting(local, self.fits[key])
-            return self.fits[key]
-
         backend = self.options.backend
         plain = default_passes(
             hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
         )
         passes = edited(plain, self.options.user.passes)
-        context = replace(self._context(key), fitting=fitting, peak=self._peak)
+        context = replace(self._context(key, search_s), peak=self._peak)
 
         def fitted() -> LocalGraph:
             with self.stages.stage("memory"):
                 return run_passes(local, passes, watch, context=context)
 
-        return self._within("the step", budget_bytes, key, rendezvous, fitted)
+        return self._within(FITTING, "the step", budget_bytes, key, rendezvous, fitted)
 
-    def _context(self, key: str) -> Context:
-        """What makes passes decide alike on all ranks."""
-        return Context(lambda local: self._order(local, key), self._calls, lambda names: self._fused(names, key))
+    def _context(self, key: str, search_s: float = 0.0) -> Context:
+        """What makes passes decide alike on all ranks; the first rank may search for `search_s` seconds."""
 
-    def _fused(self, names: Sequence[str], key: str) -> Set[str]:
-        """The collectives that all ranks would fuse with products next to them."""
-        if key not in self.fused:
-            what = "which collectives are fused with products"
-            by_rank = self.rendezvous.gather(f"{self.label}/fused", tuple(names), what, tuple[str, ...])
-            self.fused[key] = set(names).intersection(*by_rank)
-        return self.fused[key]
+        def decide(choice: Choice[Any], propose: Callable[[], Any], about: LocalGraph) -> Any:
+            is_kept = choice is FITTING and not self.decisions.has(choice, key)
+            if is_kept:
+                propose = self.choices.fitting_for(about, propose)
+            decision = self.decisions.decide(choice, key, propose, about, search_s)
+            if is_kept:
+                self.choices.note_fitting(about, decision)
+            return decision
 
-    def _first_of(self, stage: int) -> int:
-        """The first rank of a stage."""
-        mesh, axis = self.world.mesh, self._stage_axis()
-        return next(rank for rank in range(mesh.size) if mesh.coordinate(rank)[axis] == stage)
-
-    def _order(self, local: LocalGraph, key: str) -> list[str]:
-        """The collectives by name in the order of the first rank, whose batch may have another size."""
-        order = collectives_of(local)
-        if self.world.mesh.size == 1 or self.options.user.schedule is None:
-            return order
-        if key not in self.orders:
-            exchange = f"{self.label}/order", order, "in which order collectives run", tuple[str, ...]
-            if local.stage is None:
-                self.orders[key] = list(self.rendezvous.broadcast(*exchange))
-            else:
-                self.orders[key] = list(self.rendezvous.gather(*exchange)[self._first_of(local.stage)])
-        return self.orders[key]
+        return Context(decide, self._calls)
 
 
 def _over(what: str, rank: int, size_bytes: int, budget_bytes: int) -> PlanError:
