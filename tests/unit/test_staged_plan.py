@@ -16,7 +16,7 @@ from wholestep.cost.staged import StagedStep
 from wholestep.graph.loop import loop_of
 from wholestep.graph.stage_part import StageBlock
 from wholestep.plan.strategies import compose
-from wholestep.planner.staged_plan import ShortPipelines, StagedSetup, stage_passes, staged
+from wholestep.planner.staged_plan import ShortPipelines, ShortStages, StagedSetup, stage_passes, staged
 
 HARDWARE = ws.Hardware.preset("dgx-a100")
 WIDTH, VOCABULARY, LENGTH = 64, 96, 32
@@ -96,12 +96,13 @@ def test_short_stages_stand_for_any_number(
     # buckets of the whole, in stages with other numbers of layers; the update of two chunks is one kernel
     close = 0.005 if chunks else 1e-3 if "dp" in mesh else 1e-6
     assert few.step_us == pytest.approx(whole.step_us, rel=close)
-    assert few.bubble == pytest.approx(whole.bubble, rel=close)
+    counts_us = 9.0 * (pieces - 2)  # a loop beside the stages, which counts tokens: a short step has it for two pieces
+    assert few.bubble == pytest.approx(whole.bubble, rel=close, abs=1.01 * counts_us / whole.step_us / len(few.stages))
     assert few.model_us == pytest.approx(whole.model_us)
     assert few.sent_bytes == pytest.approx(whole.sent_bytes)
     assert few.collectives == whole.collectives
     for one, other in zip(few.stages, whole.stages, strict=True):
-        assert one.busy_us == pytest.approx(other.busy_us, rel=2 * close)
+        assert one.busy_us == pytest.approx(other.busy_us, rel=2 * close, abs=1.01 * counts_us)
         assert one.in_flight == other.in_flight
         batch = 2 * pieces * LENGTH * 8  # of which a short step has two pieces
         assert one.rest_bytes == pytest.approx(other.rest_bytes, abs=batch + 128)
@@ -121,14 +122,16 @@ def test_all_layers_of_a_v_are_captured() -> None:
     assert asked == [8]
 
 
-def first_blocks(again: bool) -> tuple[StageBlock, ...]:
-    """The blocks of the first of two stages, of which each has two layers."""
+def first_blocks(again: bool) -> tuple[tuple[StageBlock, ...], int]:
+    """The blocks of the first of two stages, of which each has two layers; and bytes that the forward leaves."""
     graph = captured(8, 4, again=again)
     local = ws.partition(graph, ws.plan(graph, "pp=2", [ws.Pipeline(micro_batches=4, schedule="1f1b")]))
     loops = [loop for node in local.graph.nodes if (loop := loop_of(node)) is not None and loop.stages is not None]
     assert len(loops) == 1
     assert loops[0].stages is not None
-    return loops[0].stages.parts[0].blocks
+    blocks = loops[0].stages.parts[0].blocks
+    costs = ShortStages(local).costs(BlockPrices(HARDWARE, local.mesh), False, ())
+    return blocks, next(cost.holds_bytes for cost in costs.values() if cost.stage == 0 and not cost.is_backward)
 
 
 @pytest.mark.full
@@ -136,7 +139,7 @@ def test_what_a_layer_computes_again_waits_for_the_backward() -> None:
     """Also behind an op of several results, as a norm is: the forward of a stage calls what it calls without
     checkpoints, and leaves less than a third to the backward.
     """
-    kept, again = (first_blocks(checkpointed) for checkpointed in (False, True))
+    (kept, kept_bytes), (again, again_bytes) = (first_blocks(checkpointed) for checkpointed in (False, True))
     assert [block.is_backward for block in again] == [block.is_backward for block in kept] == [False, True]
     calls = [
         [Counter(name for n in block.body.nodes if (name := str(n.target)).startswith("aten")) for block in blocks]
@@ -145,7 +148,7 @@ def test_what_a_layer_computes_again_waits_for_the_backward() -> None:
     assert calls[0][0] == calls[1][0]
     norm = "aten.native_layer_norm.default"
     assert calls[0][0][norm] == calls[1][1][norm] == 2
-    assert 0 < again[0].holds_bytes < kept[0].holds_bytes / 3
+    assert 0 < again_bytes < kept_bytes / 3
 
 
 def planned(mesh: str, style: Any, order: Any, pieces: int, chunks: int | None = None) -> ws.LocalGraph:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field, replace
-from math import ceil
 from typing import cast
 
 from torch import nn
@@ -38,22 +37,18 @@ from ..partition.stage_blocks import cuts_for, stages_of
 from ..partition.stage_program import stage_program
 from ..passes.base import Pass, run_passes
 from ..passes.bucket import collective_traffic
-from ..passes.bucket_sizes import sizing_of
 from ..passes.context import CollectiveTraffic, Context
-from ..passes.overlap import Overlap
 from ..passes.schedule import Schedule
 from ..plan.pipelines import Pipeline
 from ..plan.strategies import Strategies, compose
-from ..tuning import TUNING
 from .bounds import Costs
 from .folded_step import CaptureStep, FoldedStep
 from .resolve import planned_program
 
 Traffic = Sequence[CollectiveTraffic] | None
 _PIECES = 2  # that a short step has: blocks are those of any number
-_FEW, _MORE = 1, 2  # equal layers in each stage of the two short steps
+_FEW, _MORE = 1, 2  # equal layers in each stage of the two short steps: with more, no prediction was nearer
 _SHORT = 3  # stages of a short step: the first, one between, the last
-_MOST = 4  # layers in a stage of the smaller short step
 
 
 def stage_passes(mesh: Mesh, axis: str, prices: BlockPrices) -> tuple[Pass, ...]:
@@ -251,10 +246,9 @@ def staged(
 
 @dataclass(frozen=True)
 class ShortPair:
-    """Two short steps, whose stages have so many equal `layers` each: what stages do is linear in these."""
+    """Two short steps, whose stages have `_FEW` and `_MORE` equal layers each: what stages do is linear in these."""
 
     steps: tuple[ShortStages, ShortStages]
-    layers: tuple[int, int]
 
     def works(
         self, layers: Sequence[int], count: int, prices: BlockPrices, apart: bool, passes: Sequence[Pass],
@@ -262,9 +256,9 @@ class ShortPair:
     ) -> list[StageWork]:  # fmt: skip
         """The work of stages with so many each of all `count` equal layers."""
         smaller, larger = (short.works(prices, apart, passes, traffic) for short in self.steps)
-        times_all = self._times(count / len(smaller))
+        times_all = _times(count / len(smaller))
         return [
-            smaller[kind].towards(larger[kind], self._times(stage_layers), times_all)
+            smaller[kind].towards(larger[kind], _times(stage_layers), times_all)
             for kind, stage_layers in zip(_kinds(len(layers), len(smaller)), layers, strict=True)
         ]
 
@@ -280,7 +274,7 @@ class ShortPair:
 
         def of_stage(stage: int) -> tuple[float, ...]:
             two = zip(astuple(smaller[kinds[stage]]), astuple(larger[kinds[stage]]), strict=True)
-            return tuple(a + (b - a) * self._times(layers[stage]) for a, b in two)
+            return tuple(a + (b - a) * _times(layers[stage]) for a, b in two)
 
         of_rank = [
             [sum(values) for values in zip(*map(of_stage, range(rank, len(layers), ranks)), strict=True)]
@@ -292,10 +286,6 @@ class ShortPair:
         ]  # fmt: skip
         by_kind = dict(zip({*kinds}, most, strict=True))
         return [CollectiveTraffic(*map(round, by_kind.get(short, (0, 0)))) for short in range(len(smaller))]
-
-    def _times(self, layers: float) -> float:
-        smaller, larger = self.layers
-        return (layers - smaller) / (larger - smaller)
 
 
 @dataclass
@@ -324,18 +314,14 @@ class ShortPipelines:
         prices = prices or BlockPrices(self.hardware, setup.mesh)
         passes = passes or stage_passes(setup.mesh, setup.pipeline.axis, prices)
         loops = setup.pieces >= _PIECES and setup.pipeline.placement == "loop"
-        pair = self._short(setup, batch, (_FEW, _MORE)) if loops else None
+        pair = self._short(setup, batch) if loops else None
         if pair is None:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
                 raise PlanError("layers= of a step that three stages do not stand for", needed, "leave it out")
             return self._whole(setup, batch, passes, prices)
         layers = self._layers(setup, batch, pair, prices)
-        traffic, count = pair.traffic(layers, setup.ranks), self._equal_layers(batch)[0]
-        wider = _filling(pair, traffic, min(max(layers), count // len(traffic)), passes)
-        if wider != pair.layers:
-            pair = self._short(setup, batch, wider) or pair
-        return self._from(pair, setup, batch, layers, prices, passes, traffic)
+        return self._from(pair, setup, batch, layers, prices, passes, pair.traffic(layers, setup.ranks))
 
     def estimate(self, setup: StagedSetup, similar: StagedSetup, batch: int, prices: BlockPrices) -> StagedStep | None:
         """About `step`, from the short stages of `similar`, where only sizes of the data and stage axes differ: in what
@@ -344,7 +330,7 @@ class ShortPipelines:
         Raises:
             PlanError: as `step`.
         """
-        pair = self._short(similar, batch, (_FEW, _MORE), _SHORT) if setup.pieces >= _PIECES else None
+        pair = self._short(similar, batch, _SHORT) if setup.pieces >= _PIECES else None
         if pair is None:
             return None
         passes = stage_passes(setup.mesh, setup.pipeline.axis, prices)
@@ -410,14 +396,14 @@ class ShortPipelines:
             return None
         return self._captured(batch, layers + (blocks - repeats.count) * repeats.period, blocks)
 
-    def _short(self, setup: StagedSetup, batch: int, pair: tuple[int, int], count: int = 0) -> ShortPair | None:
-        """The two short steps with so many layers in each stage; None where they do not stand for more stages."""
-        count, folded = count or min(setup.stages, _SHORT), self._folded(batch, _SHORT * pair[1])
+    def _short(self, setup: StagedSetup, batch: int, count: int = 0) -> ShortPair | None:
+        """The two short steps, of `count` stages; None where they do not stand for more stages."""
+        count, folded = count or min(setup.stages, _SHORT), self._folded(batch, _SHORT * _MORE)
         if folded is None:
             return None
         parts = setup.strategies.beside_stages
         steps: list[ShortStages] = []
-        for each in pair:
+        for each in (_FEW, _MORE):
             mesh, strategies = setup.short([_modules(folded, each, at) for at in range(count)])
             key = mesh, repr(parts), batch, each
             if key not in self.short:
@@ -428,7 +414,7 @@ class ShortPipelines:
         same = [type(node.target) for node in exchanges(smaller.local).values()] == [
             type(node.target) for node in exchanges(larger.local).values()
         ]
-        return ShortPair((smaller, larger), pair) if same and all(is_chain(short.local) for short in steps) else None
+        return ShortPair((smaller, larger)) if same and all(is_chain(short.local) for short in steps) else None
 
 
 def _kinds(stages: int, short: int) -> list[int]:
@@ -436,22 +422,9 @@ def _kinds(stages: int, short: int) -> list[int]:
     return [0 if stage == 0 else short - 1 if stage == stages - 1 else 1 for stage in range(stages)]
 
 
-def _filling(
-    pair: ShortPair, traffic: Sequence[CollectiveTraffic], most: int, passes: Sequence[Pass]
-) -> tuple[int, int]:
-    """Numbers of layers in a stage that fill a few buckets, so that it matters little at which one closes; no more than
-    there are, `most`. Where nothing overlaps, one layer tells as much as several.
-    """
-    sizing = sizing_of(passes)
-    if sizing is None or not any(isinstance(pass_, Overlap) for pass_ in passes):
-        return pair.layers
-    at = len(traffic) // 2
-    smaller, larger = (short.traffic()[at].reduced_bytes for short in pair.steps)
-    sized = sizing.within(pair.steps[0].programs(False)[at], Context(traffic=traffic[at]))
-    assert sized.sizes is not None, "it has been sized"
-    buckets_bytes, added_bytes = TUNING.folded_buckets * sized.sizes.bucket_bytes, max(larger - smaller, 1)
-    several = max(min(ceil(buckets_bytes / added_bytes) if larger > smaller else 1, _MOST, most - 1), 1)
-    return several, max(min(2 * several, most), several + 1)
+def _times(layers: float) -> float:
+    """How often a stage with so many layers has what a stage with `_MORE` has beyond one with `_FEW`."""
+    return (layers - _FEW) / (_MORE - _FEW)
 
 
 def _modules(folded: FoldedStep, each: int, stage: int) -> list[str]:
