@@ -18,7 +18,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager
 from operator import is_not
 from threading import get_ident
-from types import CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -30,6 +30,7 @@ Form = Callable[..., Any]
 """A function in the place of another: it is called with the original and the arguments."""
 
 _INHERITED = object()
+_REPLACED = BuiltinFunctionType, MethodType, FunctionType, type
 _SERVED = "wholestep.thread"
 _CALLED = "what is called"
 _FORGETS = "_wholestep_forgets"
@@ -41,7 +42,8 @@ def _served() -> int | None:
 
 
 def _this_thread() -> int:
-    thread = get_ident()
+    if (thread := get_ident()) == _served():
+        return thread
     count = sys.getrefcount(thread)
     torch._C._stash_obj_in_tls(_SERVED, thread)
     if sys.getrefcount(thread) == count:  # torch 2.11 drops a reference later that it did not take
@@ -75,29 +77,23 @@ def attributes_set(changes: Iterable[tuple[Any, str, Any]]) -> Generator[None]:
     """Set attributes, given as (owner, name, value), and restore them on exit; what was inherited is deleted again."""
     with undone():
         for owner, name, value in changes:
-            undo(_restore, owner, name, _own(owner, name))
-            undo(_forget, value)
+            undo(_restore, owner, name, _own(owner, name), value)
             setattr(owner, name, value)
         yield
 
 
-def _forget(replacement: Any) -> None:
+def _restore(owner: Any, name: str, before: Any, replacement: Any) -> None:
     """Let a replacement be the original from now on: what was imported meanwhile may hold it for ever."""
     for function in replacement.co_consts if isinstance(replacement, CodeType) else (replacement,):
-        if isinstance(function, FunctionType) and _FORGETS in vars(function):
-            vars(function)[_FORGETS]()
-
-
-def _restore(owner: Any, name: str, before: Any) -> None:
+        if isinstance(function, FunctionType) and (forget := function.__dict__.get(_FORGETS)):
+            forget()
     if _own(owner, name) is before:  # the class cannot be changed, or a trace has restored an object's attributes
         return
     delattr(owner, name) if before is _INHERITED else setattr(owner, name, before)
 
 
 def _own(owner: Any, name: str) -> Any:
-    if isinstance(owner, FunctionType):
-        return getattr(owner, name)
-    return cast(Mapping[str, Any], vars(owner)).get(name, _INHERITED)
+    return getattr(owner, name) if isinstance(owner, FunctionType) else owner.__dict__.get(name, _INHERITED)
 
 
 def flags_set(flags: Iterable[tuple[Any, str, bool]]) -> AbstractContextManager[None]:
@@ -110,36 +106,39 @@ def forms_of(forms: Iterable[tuple[Any, str, Form]]) -> list[tuple[Any, str, Any
     return [_replacement(owner, name, form) for owner, name, form in forms]
 
 
-def forms_set(
-    forms: Iterable[tuple[Any, str, Form]], modules: Iterable[ModuleType] = ()
-) -> AbstractContextManager[None]:
-    """Replace functions, given as (owner, name, form), by `form(original, ...)`, also where globals of `modules` are
-    the same function in C; restore them on exit.
-    """
-    changes = forms_of(forms)
-    return attributes_set([*changes, *aliases(changes, modules)])
+def forms_set(forms: Iterable[tuple[Any, str, Form]]) -> AbstractContextManager[None]:
+    """Replace functions, given as (owner, name, form), by `form(original, ...)`; restore them on exit."""
+    return attributes_set(forms_of(forms))
 
 
 def aliases(changes: Iterable[tuple[Any, str, Any]], modules: Iterable[ModuleType]) -> list[tuple[Any, str, Any]]:
-    """The same changes where globals of `modules` are what a module has before them."""
+    """The same changes where globals of `modules` are what a module has before them, made yet or not."""
     new_of = replaced_by(changes)
-    holding = [m for m in modules if not new_of.keys().isdisjoint(map(identity, vars(m).values()))]
+    many = {old for old, _ in new_of.values() if type(old) in (FunctionType, type)}  # modules hold thousands of these
+    tables: Iterable[tuple[ModuleType, list[object]]] = ((m, [*vars(m).values()]) for m in modules)
+    if all(type(old) in _REPLACED for old, _ in new_of.values()):
+        tables = (
+            (m, [v for v in values if (kind := type(v)) is BuiltinFunctionType or kind is MethodType or
+                 ((kind is FunctionType or kind is type) and v in many)])
+            for m, values in tables
+        )  # fmt: skip
+    holding = [m for m, values in tables if not new_of.keys().isdisjoint(map(identity, values))]
     return [
-        (m, name, new_of[key]) for m in holding for name, old in vars(m).items() if (key := identity(old)) in new_of
+        (m, name, new_of[key][1]) for m in holding for name, old in vars(m).items() if (key := identity(old)) in new_of
     ]
 
 
-def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, Any]:
-    """What `changes` put into modules, by the `identity` of what is there before them, and before earlier changes."""
-    new_of = dict[int, Any]()
+def replaced_by(changes: Iterable[tuple[Any, str, Any]]) -> dict[int, tuple[Any, Any]]:
+    """What is in modules before `changes`, and before earlier ones, by its `identity`, and what these put there."""
+    new_of = dict[int, tuple[Any, Any]]()
     for owner, name, new in changes:
         old = getattr(owner, name, None) if isinstance(owner, ModuleType) else None
         while old is not None:
-            new_of[identity(old)], old = new, getattr(old, REPLACES, None)
+            new_of[identity(old)], old = (old, new), getattr(old, REPLACES, None)
     return new_of
 
 
-def with_replaced(replaced: Mapping[int, Any], value: Any) -> Any:
+def with_replaced(replaced: Mapping[int, tuple[Any, Any]], value: Any) -> Any:
     """Return what is in the place of a value, of items of a tuple, or of what a partial calls and gives."""
     if type(value) is tuple:
         items_before = cast(tuple[Any, ...], value)
@@ -151,11 +150,11 @@ def with_replaced(replaced: Mapping[int, Any], value: Any) -> Any:
         fn, args, *named = after = with_replaced(replaced, before)
         keywords = dict(zip(bound.keywords, named, strict=True))
         return bound if after is before else functools.partial(fn, *args, **keywords)
-    return replaced.get(identity(value), value)
+    return replaced.get(identity(value), (value, value))[1]
 
 
 def _replacement(owner: Any, name: str, form: Form) -> tuple[Any, str, Any]:
-    declared = cast(dict[str, Any], vars(owner)).get(name)
+    declared = owner.__dict__.get(name)
     of_class = isinstance(declared, classmethod)
     function = cast(Any, declared).__func__ if of_class or isinstance(declared, staticmethod) else declared
 

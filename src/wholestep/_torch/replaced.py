@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, cast
 
 import torch
@@ -20,7 +19,7 @@ import torch.utils.checkpoint
 from torch.utils import _foreach_utils
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .attributes import Form, attributes_set, forms_set
+from .attributes import Form, attributes_set, forms_of, forms_set
 from .tracing import note_on_nodes, noted
 from .types_shown import FAKE_TYPES
 
@@ -29,19 +28,16 @@ ASSERT, LOADER_ITERATOR = cast(Any, torch)._assert, _BaseDataLoaderIter
 
 
 @contextlib.contextmanager
-def replaced(forms: Iterable[tuple[Any, str, Form]], modules: Iterable[ModuleType]) -> Generator[None]:
-    """Replace functions by `forms`, as `forms_set` does; run compiled modules uncompiled."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(forms_set(forms, modules))
-        if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
-            from torch._dynamo import eval_frame
+def replaced(forms: Iterable[tuple[Any, str, Form]]) -> Generator[list[tuple[Any, str, Any]]]:
+    """Replace functions by `forms`, as `forms_set` does; run compiled modules uncompiled. Yields what is set."""
+    if "torch._dynamo" in sys.modules:  # there may be results of torch.compile
+        from torch._dynamo import eval_frame
 
-            uncompiled = [
-                (eval_frame.OptimizedModule, "__call__", _run_original),
-                (eval_frame, "_callback_from_stance", _force_eager),
-            ]
-            stack.enter_context(forms_set(uncompiled))
-        yield
+        compiled, stance = eval_frame.OptimizedModule, "_callback_from_stance"
+        forms = [*forms, (compiled, "__call__", _run_original), (eval_frame, stance, _force_eager)]
+    changes = forms_of(forms)
+    with attributes_set(changes):
+        yield changes
 
 
 def _run_original(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -74,7 +74,7 @@ def one_thread() -> Generator[None]:
 
 def _clean(before: set[str]) -> None:
     """Give modules that were imported meanwhile the functions whose replacements they have."""
-    for module in [sys.modules[name] for name in [*sys.modules] if name not in before]:
+    for module in map(sys.modules.get, sys.modules.keys() - before):
         for name, function in [*getattr(module, "__dict__", {}).items()]:
             if isinstance(function, FunctionType) and (original := vars(function).get(REPLACES)) is not None:
                 setattr(module, name, original)

@@ -43,7 +43,7 @@ def optimizer_loops(
         parts = iter(_Loop(full, fakes_of, kind_of, recorded).parts)
         return original(next(parts), *(next(parts) if type(v) is list and v else v for v in lists), **named)
 
-    modules = [module for name, module in sys.modules.items() if name.startswith("torch.optim.")]
+    modules = [sys.modules[name] for name in [*sys.modules] if name.startswith("torch.optim.")]
     return [(module, name, form) for module in modules for name in _loops_of(module)]
 
 

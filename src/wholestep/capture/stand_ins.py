@@ -103,10 +103,10 @@ _ON_HOST: list[tuple[str, str, Callable[..., Any]]] = [("scipy.optimize", "linea
 
 def array_functions(as_array: _AsArray) -> list[tuple[Any, str, Callable[..., Any]]]:
     """Functions of arrays, in each module that names them, and what runs in their place; `as_array` stands for one."""
-    loaded = [module for module in list[Any](sys.modules.values()) if isinstance(module, ModuleType)]
     forms: list[tuple[Any, str, Any]] = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]
     for owner, name, form in _ON_HOST:
         if (original := getattr(sys.modules.get(owner), name, None)) is not None:
+            loaded = [module for module in list[Any](sys.modules.values()) if isinstance(module, ModuleType)]
             forms += [(m, name, partial(form, as_array)) for m in loaded if vars(m).get(name) is original]
     return forms
 

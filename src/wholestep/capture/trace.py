@@ -18,7 +18,7 @@ from ..graph.graph import Input, Role
 from ..graph.meta import meta_of, show_line, source_line, user_frame_of
 from ..graph.op_kinds import PACKED_CURE
 from ..graph.ops import GRAD_READY, LOSS
-from ..graph.origin import is_installed, is_own_code, is_user_file, own_modules
+from ..graph.origin import is_installed, is_own_code, is_user_file
 from ..graph.sizes_in_graph import without_size_nodes
 from . import cuda_attention
 from . import state as held_state
@@ -151,16 +151,15 @@ class Traced:
             chosen = self.request.options.float8
             linears = chosen and Float8Linears(chosen, self.request.state.modules, self.request.device)
             float8 = [(torch.nn.functional, "linear", linears.linear)] if linears else []
-            attention = cuda_attention.replaced(self.kernels)
             sized = sized_forms(self.stand_ins.symbols is not None) + self.places.forms()
             loops = optimizer_loops(self.own.fake_of, self._kind_of, self.numbers.count)
-            forms = [*methods(), *sized, *zero_grads, *rng, *float8, *attention, *loops]
+            forms = [*methods(), *sized, *zero_grads, *rng, *float8, *cuda_attention.replaced(self.kernels), *loops]
             with (
                 self.places.asked(),
                 _torch.numbers_in_arguments(self.stand_ins.symbols),
                 _torch.tensor_only_optimizers(),
                 _torch.patched_for_tracing(self._in_backward, self.numbers.stands_for_one, *self.request.traced_for),
-                _torch.replaced(forms, own_modules()),
+                _torch.replaced(forms) as self.watch.of_torch,
                 self.own.entrances(),
             ):
                 ops = {**fixed_sizes(self.known, self.places.of, self.places.likely), **SIZED_OPS, **self.places.ops()}

@@ -83,6 +83,7 @@ class Watch:
 
     `promoted` places are state of the step. `find` is a path whose change is to be located. `line` returns the user's
     current line. `set_up` collects entries that a library adds to modules at their first call and that must stay.
+    `of_torch` are the functions that are replaced while it traces, which the user's modules may have too.
     """
 
     state: StepState
@@ -98,6 +99,7 @@ class Watch:
     needed: Promoted = field(default_factory=Promoted)
     set_up: list[tuple[Container, Any, Any]] = field(default_factory=list[tuple[Container, Any, Any]])
     open_arguments: dict[int, Any] = field(default_factory=dict[int, Any])
+    of_torch: Sequence[tuple[Any, str, Any]] = ()
 
     def __post_init__(self) -> None:
         self._called: list[Called] = []
@@ -156,7 +158,8 @@ class Watch:
         self._restored = [*self.own_tensors.attributes(), *self._settings(), *self.reach.containers]
         self._watched = containers = [*self._restored, *self._state_entries(), *of_call]
         trainable = {name: fakes[name].requires_grad for name in self.state.params}
-        patched = _torch.attributes_set([*self._changes, *_torch.aliases(self._changes, own_modules())])
+        aliases = _torch.aliases([*self.of_torch, *self._changes], own_modules())
+        patched = _torch.attributes_set([*self._changes, *aliases])
         types = _torch.types_shown(own_modules(), self.numbers.plain)
         reads = _torch.watched_attributes([torch.nn.Module, *self.reach.kinds], self._on_read, self._on_write)
         before = sys.gettrace()
@@ -506,9 +509,7 @@ class Watch:
         leaves = [*returned, *(v for w in self._writes if w.recipe for v in w.recipe.leaves)]
         leaves += [v for c in self._called for v in c.recipe.leaves]
         program = self.numbers.program(used, {v.index for v in leaves if isinstance(v, At)})
-        expected = [
-            *self._expected, *self._outside.read.values(), *self._carried_numbers(), *self._read_places(),
-        ]  # fmt: skip
+        expected = [*self._expected, *self._outside.read.values(), *self._carried_numbers(), *self._read_places()]
         return Effects(
             program, tuple(self._writes), tuple(self._called), tuple(expected), len(self.extra), tuple(self._rebound),
             tuple(self._flags), self.promoted, self._arguments, tuple(self._unread), self.open_arguments,

@@ -203,16 +203,15 @@ def even_bytes(hardware: Hardware, mesh: Mesh, reduced_bytes: int, most_bytes: i
     n buckets cost `n s + T / n`: s to start each, and the last of them, a part 1 / n of the time T that computing could
     hide, cannot overlap.
     """
+    starts = [(route, route.start_us(hardware, mesh)) for route in routes]
 
     def cost_us(size: int) -> float:
-        def along(route: Route) -> float:
-            return reduced_bytes / size * route.start_us(hardware, mesh) + route.hidden_us(size, hardware, mesh)
+        along = (reduced_bytes / size * us + route.hidden_us(size, hardware, mesh) for route, us in starts)
+        return max(along, default=0.0)
 
-        return max(map(along, routes), default=0.0)
-
-    best = most_bytes
-    while reduced_bytes and best // 2 >= TUNING.smallest_bucket_bytes and cost_us(best // 2) < cost_us(best):
-        best //= 2
+    best, least_us = most_bytes, cost_us(max(most_bytes, 1))
+    while reduced_bytes and best // 2 >= TUNING.smallest_bucket_bytes and (us := cost_us(best // 2)) < least_us:
+        best, least_us = best // 2, us
     return best
 
 
