@@ -246,7 +246,8 @@ def _sampled(model: Any, optimizer: Optimizer, x: Tensor, scale: Tensor) -> Tens
     return update(optimizer, -normal.log_prob(torch.zeros_like(mean)).mean())
 
 
-def test_distributions_validate_in_each_call() -> None:
+def test_distributions_validate_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)  # dynamo sets it to False
     torch.manual_seed(0)
     model = nn.Linear(3, 2).double()
     alone = copy.deepcopy(model)

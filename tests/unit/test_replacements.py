@@ -1,6 +1,8 @@
 """Library code that reads values: the form that a trace runs in its place, against the original run eagerly."""
 
+import copy
 import itertools
+import re
 import sys
 import types
 import warnings
@@ -291,17 +293,29 @@ def _step(model: nn.Module, optimizer: Optimizer, loss: Tensor) -> Tensor:
     return loss.detach()
 
 
-@pytest.mark.parametrize("name", ["gaussian_nll_loss", "cov"])
-def test_where_the_original_raises_an_error_the_result_is_nan(name: str) -> None:
-    def bad(model: nn.Module, x: Tensor) -> Tensor:
-        if name == "cov":
-            return torch.cov(model(x).T, aweights=x[:, 0]).sum()
-        return F.gaussian_nll_loss(model(x), x[:, :3], x[:, 1:])
+REFUSED_BY_VALUE: dict[str, Loss] = {
+    "gaussian_nll_loss": lambda m, x: F.gaussian_nll_loss(m(x), x[:, :3], x[:, 1:]),
+    "cov": lambda m, x: torch.cov(m(x).T, aweights=x[:, 0]).sum(),
+}
 
-    model, x = linear(), -torch.ones(5, 4)
-    with pytest.raises((ValueError, RuntimeError)):
-        bad(model, x)
-    assert ws.compile(lambda m, o, x: _step(m, o, bad(m, x)))(model, sgd(model), x).isnan()
+
+@pytest.mark.parametrize("name", REFUSED_BY_VALUE)
+def test_what_torch_asks_of_values_inside_of_a_function_raises_its_error(name: str) -> None:
+    loss, x = REFUSED_BY_VALUE[name], torch.rand(5, 4)
+    model = linear()
+    alone = copy.deepcopy(model)
+    optimizers = sgd(model), sgd(alone)
+    step = ws.compile(lambda m, o, x: _step(m, o, loss(m, x)))
+    for rows in (x, 2 * x, -x, x.sqrt()):
+        try:
+            expected = _step(alone, optimizers[1], loss(alone, rows))
+        except (ValueError, RuntimeError) as error:
+            with pytest.raises(type(error), match=re.escape(str(error).splitlines()[0])):
+                step(model, optimizers[0], rows)
+        else:
+            torch.testing.assert_close(step(model, optimizers[0], rows), expected)
+        torch.testing.assert_close(model.weight, alone.weight)
+    assert len(step.programs) == 1
 
 
 # -- modules -----------------------------------------------------------------------------

@@ -165,7 +165,7 @@ class CountedPlaces:
         read, most, values = values, _most(traced[0], self.symbols), values.detach().reshape(-1)
         numbers = [self.symbols.count(most) for _ in range(values.numel())]
         values = NUMBERS_OF(values, numbers)
-        if not self.likely(((values >= 0) & (values <= most)).all()):
+        if not self.truth(((values >= 0) & (values <= most)).all(), likely=True):
             raise refusal
         self.rows |= {str(number): value for number, value in zip(numbers, values.unbind(), strict=True)}
         return self._numbers(function, read, np.array(numbers, dtype=object).reshape(read.shape))
@@ -175,9 +175,9 @@ class CountedPlaces:
             self._share(values, numbers)
         return _OF_NUMPY[function](numbers)
 
-    def likely(self, value: torch.Tensor) -> bool | None:
-        """What a traced value is taken for that most often is true."""
-        return self.branches.take(value, self.line(), True)
+    def truth(self, value: torch.Tensor, likely: bool | None = None) -> bool | None:
+        """What a traced value is taken for, which most often is `likely`."""
+        return self.branches.take(value, self.line(), likely)
 
     def asked(self) -> AbstractContextManager[None]:
         """Inside this context, a question of Python about numbers of rows is a branch."""

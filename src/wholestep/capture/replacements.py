@@ -40,35 +40,6 @@ def form_of(function: Any) -> Callable[..., Any] | None:
         return None
 
 
-def _cov(
-    original: Any, value_of: Known, input: Tensor, *, correction: int = 1, fweights: Any = None, aweights: Any = None
-) -> Tensor:
-    """`at::cov` without reads of values: NaN for negative weights, for which the original raises."""
-    if input.dim() > 2 or input.dtype == torch.bool:
-        return original(input, correction=correction, fweights=fweights, aweights=aweights)  # raises
-    rows = input.unsqueeze(0) if input.dim() < 2 else input
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
-    weighted = rows if weights is None else rows * weights
-    total: Any = rows.size(1) if weights is None else weights.sum()
-    norm = total - correction
-    if aweights is not None and correction != 0:
-        norm = total - correction * (weights * aweights).sum() / total
-    norm = max(norm, 0) if isinstance(norm, (int, torch.SymInt)) else norm.clamp(min=0)
-    centred = rows - (weighted.sum(1) / total).unsqueeze(1)
-    product = centred @ (centred if weights is None else centred * weights).t().conj()
-    result = (product / norm).squeeze()
-    return result if weights is None else torch.where((weights < 0).any(), math.nan, result)
-
-
-def _corrcoef(original: Any, value_of: Known, input: Tensor) -> Tensor:
-    c = _cov(original, value_of, input)
-    if c.dim() == 0:
-        return c / c
-    deviation = c.diagonal().sqrt()
-    c = c / deviation.unsqueeze(1) / deviation.unsqueeze(0)
-    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
-
-
 def _depends_on_rank(part: str, path: str) -> NoReturn:
     raise CaptureError(
         f"the step uses {part} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
@@ -143,15 +114,6 @@ def _read(value_of: Known, tensor: Tensor, what: str, who: str) -> Tensor:
     return value
 
 
-def _gaussian_nll_loss(
-    original: Any, value_of: Known, input: Tensor, target: Tensor, var: Any, *rest: Any, **named: Any
-) -> Tensor:
-    """`gaussian_nll_loss`: NaN for a negative variance, for which the original raises."""
-    with _torch.forms_set([(torch, "any", lambda *_: False)]):
-        loss: Tensor = original(input, target, var, *rest, **named)
-    return torch.where((var < 0).any(), math.nan, loss) if isinstance(var, Tensor) else loss
-
-
 def _dense(original: Any, value_of: Known, *args: Any, **kwargs: Any) -> Any:
     """An embedding with a dense gradient: the size of a sparse gradient depends on the batch."""
     names = list(inspect.signature(original).parameters)
@@ -206,31 +168,29 @@ _FINDS_PLACES: dict[Any, int] = {
 """Ops that find places in a dim, with the position of that argument."""
 
 _FORMS: dict[Any, Callable[..., Any]] = {  # each with the value that the original reads
-    torch.cov: _cov, Tensor.cov: _cov,  # signs of weights, whether the normalisation is positive
-    torch.corrcoef: _corrcoef, Tensor.corrcoef: _corrcoef,  # what torch.cov reads
     cast(Any, torch.linalg).lstsq: _lstsq,  # the rank of the matrix
     torch.index_fill: _index_fill, Tensor.index_fill: _index_fill,  # which indices differ, in the backward
     Tensor.index_fill_: _index_fill,
     torch.tensor_split: _tensor_split, Tensor.tensor_split: _tensor_split,  # the split points
     torch.repeat_interleave: _repeat_interleave, Tensor.repeat_interleave: _repeat_interleave,  # the number of repeats
     Tensor.__deepcopy__: _deep_copy,  # the bytes
-    F.gaussian_nll_loss: _gaussian_nll_loss,  # the sign of the variance
     F.one_hot: _one_hot,  # whether all are classes
     F.embedding: _dense, F.embedding_bag: _dense,  # which rows the batch names
 }  # fmt: skip
 
 
 def fixed_sizes(
-    value_of: Known, nonzero: Callable[[Tensor], Any], likely: Callable[[Tensor], bool | None]
+    value_of: Known, nonzero: Callable[[Tensor], Any], truth: Callable[..., bool | None]
 ) -> dict[Any, Callable[..., Any]]:
     """Return a table for the tracer: forms of ops whose result size depends on values. `nonzero` returns the places
-    of a mask; NotImplemented where their number may be neither read nor a symbol. `likely` takes a value for true.
+    of a mask; NotImplemented where their number may be neither read nor a symbol. `truth` makes a branch of a value.
     """
 
-    def read(x: Tensor) -> Any:
+    def read(x: Tensor, likely: bool | None = None) -> Any:
         value = value_of(x)
-        if value is None:
-            return NotImplemented
+        if value is None:  # torch asks: questions of Python do not come here
+            taken = truth(x, likely) if x.dtype is torch.bool else None
+            return NotImplemented if taken is None else taken
         with _torch.outside_of_trace():
             return value.item()
 
@@ -284,12 +244,12 @@ def fixed_sizes(
             raise RuntimeError(message)
 
     def close(x: Tensor, other: Tensor, *tolerances: Any, compare: Callable[..., Any] = torch.isclose) -> Any:
-        alike = likely(compare(x, other, *tolerances).all())
-        return NotImplemented if alike is None else alike
+        return read(compare(x, other, *tolerances).all(), likely=True)
 
     def equal(x: Tensor, other: Tensor) -> Any:
         return x.shape == other.shape and close(x, other, compare=torch.eq)
 
+    likely = partial(truth, likely=True)
     return {
         aten._local_scalar_dense.default: read,
         aten._assert_async.default: asserted,

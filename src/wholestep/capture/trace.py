@@ -162,7 +162,7 @@ class Traced:
                 _torch.replaced(forms) as self.watch.of_torch,
                 self.own.entrances(),
             ):
-                ops = {**fixed_sizes(self.known, self.places.of, self.places.likely), **SIZED_OPS, **self.places.ops()}
+                ops = {**fixed_sizes(self.known, self.places.of, self.places.truth), **SIZED_OPS, **self.places.ops()}
                 self.module = _torch.trace(self._run, self.stand_ins.fakes, ops, self.own.at_op)
             if self.stand_ins.symbols is not None:
                 without_size_nodes(self.module.graph, self.stand_ins.symbols)
