@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass, field, replace
 
 from torch.fx import Node
 
@@ -20,10 +19,9 @@ from ..graph.text import collective_bytes
 from ..graph.written_out import blocks_in, calls_in
 from .block_runs import BlockCost, Spent
 from .compute import peak_us
+from .extrapolate import extrapolated
 from .memory import bytes_held, peak_beside, peak_memory
 from .stage_costs import BlockPrices
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -67,27 +65,9 @@ class StageWork:
 
     def towards(self, larger: StageWork, times: float, times_all: float) -> StageWork:
         """This plus `times` the difference to `larger`; `times_all` for what depends on the layers of all stages."""
-        kinds = {k: (self.kinds.get(k, 0.0), larger.kinds.get(k, 0.0)) for k in {**self.kinds, **larger.kinds}}
-        grown = _line(replace(self, kinds={}), replace(larger, kinds={}), times)
-        common = _line(self.outside.common, larger.outside.common, times_all)
-        return replace(
-            grown, outside=replace(grown.outside, common=common),
-            kinds={kind: first + (second - first) * times for kind, (first, second) in kinds.items()},
-        )  # fmt: skip
-
-
-def _line(smaller: T, larger: T, times: float) -> T:
-    """`smaller` plus `times` the difference to `larger`, number by number."""
-    grown: Any = smaller
-    if isinstance(smaller, tuple):
-        two = cast("tuple[tuple[Any, ...], tuple[Any, ...]]", (smaller, larger))
-        grown = tuple(_line(a, b, times) for a, b in zip(*two, strict=True))
-    elif is_dataclass(smaller) and not isinstance(smaller, type):
-        changed = {f.name: _line(getattr(smaller, f.name), getattr(larger, f.name), times) for f in fields(smaller)}
-        grown = replace(smaller, **changed)
-    elif isinstance(smaller, (int, float)) and smaller != larger:
-        grown = max(smaller + (cast(float, larger) - smaller) * times, 0.0)
-    return grown
+        grown = extrapolated(self, larger, times)
+        common = extrapolated(self.outside.common, larger.outside.common, times_all)
+        return replace(grown, outside=replace(grown.outside, common=common))
 
 
 def exchanges(local: LocalGraph) -> dict[str, Node]:

@@ -66,20 +66,6 @@ class Costs:
         """Hardware FLOPs utilization: recomputed arithmetic counts too."""
         return (self.model_s + self.again_s) / self.step_s if self.step_s else 0.0
 
-    def towards(self, larger: Costs, times: float) -> Costs:
-        """This plus `times` the difference to `larger`: costs that grow evenly from one step to a larger one."""
-
-        def line(name: str) -> float:
-            return getattr(self, name) + (getattr(larger, name) - getattr(self, name)) * times
-
-        kinds = {**self.by_kind, **larger.by_kind}
-        sizes = {k: self.by_kind.get(k, 0) * (1 - times) + larger.by_kind.get(k, 0) * times for k in kinds}
-        return Costs(
-            round(line("rest_bytes")), round(line("peak_bytes")), round(line("sent_bytes")), round(line("collectives")),
-            line("step_s"), max(line("exposed_s"), 0.0), line("model_s"), line("again_s"), line("host_s"),
-            {kind: round(size) for kind, size in sizes.items() if size > 0}, precision=self.precision,
-        )  # fmt: skip
-
 
 def costs(
     local: LocalGraph, planned: Plan, hardware: Hardware, passes: Sequence[Pass] | None = None, software: Software = OWN

@@ -25,7 +25,7 @@ from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
 from ..plan.strategies import compose
 from ..tuning import TUNING
-from .bounds import LowerBound, costs_of, fingerprint, lower_bound
+from .bounds import costs_of, fingerprint, lower_bound
 from .candidates import Template, batches
 from .fit_stages import fit_stages, least_bytes
 from .folded_memory import FoldedFit
@@ -147,8 +147,9 @@ class Evaluator:
 
     def bounded(self, row: Candidate, programs: Programs) -> Candidate:
         """With its lower bound."""
-        parts = [lower_bound(local, self.hardware, self.software) for _, local in programs]
-        bound: LowerBound = self.folded.lower_bound(FEWEST, parts) if self.folded and row.blocks else parts[0]
+        bound, *larger = (lower_bound(local, self.hardware, self.software) for _, local in programs)
+        if self.folded and row.blocks:
+            bound = self.folded.whole(FEWEST, (bound, larger[0]))
         return replace(row, bound_s=bound.us(self.hardware, row.mesh) / 1e6 / row.batches)
 
     def simulated(self, row: Candidate, programs: Programs) -> Candidate:

@@ -191,6 +191,6 @@ class FoldedFit:
         full = SavedByClass(self.folded, local, self.fit.gathers)
         for kind in (*fitting.classes, *fitting.partly):
             smaller, larger, in_full = (len(step.classes.get(kind, ())) for step in (self.smaller, self.larger, full))
-            if in_full != round(self.folded.whole(self.pair, (smaller, larger))):
+            if in_full != self.folded.whole(self.pair, (smaller, larger)):
                 return None
         return Fitting(fitting.way, tuple(full.names(fitting.classes, fitting.partly, fitting.blocks)))

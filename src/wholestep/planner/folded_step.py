@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from math import ceil, prod
-from typing import cast
+from typing import TypeVar, cast
 
 from torch import Tensor, nn
 
+from ..cost.extrapolate import extrapolated
 from ..cost.software import OWN, Software
 from ..errors import GraphError, PlanError, WholestepError
 from ..graph.folding.fold import fold
@@ -28,8 +29,9 @@ from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from ..plan.strategy import Resting, Strategy
 from ..tuning import TUNING
-from .bounds import Costs, LowerBound, costs_of_part
+from .bounds import Costs, costs_of_part
 
+T = TypeVar("T")
 FEWEST = TUNING.folded_layers
 CaptureStep = Callable[[int, int], TrainGraph]
 """From sequences of a rank and layers to the step."""
@@ -100,12 +102,11 @@ class FoldedStep:
     def stored_bytes(self, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None) -> int:
         """`plan.make_plan.stored_bytes` of the whole step, with its errors."""
         smaller, larger = (stored_bytes(self.with_blocks(n), mesh, strategies, placed) for n in FEWEST)
-        return round(self.whole(FEWEST, (smaller, larger)))
+        return self.whole(FEWEST, (smaller, larger))
 
-    def whole(self, pair: tuple[int, int], quantities: tuple[float, float]) -> float:
-        """Extrapolates a linear quantity from a pair to all blocks."""
-        (smaller, larger), (a, b) = pair, quantities
-        return a + (b - a) * (self.count - smaller) / (larger - smaller)
+    def whole(self, pair: tuple[int, int], quantities: tuple[T, T]) -> T:
+        """Extrapolates linear quantities from a pair to all blocks."""
+        return extrapolated(*quantities, (self.count - pair[0]) / (pair[1] - pair[0]))
 
     def priced(self, pair: tuple[int, int], steps: Sequence[tuple[Plan, LocalGraph]], passes: Sequence[Pass]) -> Costs:
         """Costs of the whole step from the plans and programs of a pair, which nobody uses again; `passes` size buckets
@@ -125,18 +126,12 @@ class FoldedStep:
     def costs_from(self, pair: tuple[int, int], scheduled: Sequence[tuple[Plan, LocalGraph]]) -> Costs:
         """Costs of the whole step from programs that have been through all passes."""
         a, b = (costs_of_part(local, planned, self.hardware, self.software) for planned, local in scheduled)
-        return a.towards(b, (self.count - pair[0]) / (pair[1] - pair[0]))
+        return self.whole(pair, (a, b))
 
     def carried(self, pair: tuple[int, int], programs: Sequence[LocalGraph]) -> CollectiveTraffic:
         """Bytes of the collectives of the whole step, from the programs of a pair."""
-        smaller, larger = (astuple(collective_traffic(local)) for local in programs)
-        return CollectiveTraffic(*(round(self.whole(pair, two)) for two in zip(smaller, larger, strict=True)))
-
-    def lower_bound(self, pair: tuple[int, int], bounds: Sequence[LowerBound]) -> LowerBound:
-        """The lower bound of the whole step from the bounds of a pair; bytes sent are exact."""
-        a, b = bounds
-        sent = {key: self.whole(pair, (a.sent.get(key, 0), b.sent.get(key, 0))) for key in {**a.sent, **b.sent}}
-        return LowerBound(self.whole(pair, (a.computed_us, b.computed_us)), sent)
+        smaller, larger = map(collective_traffic, programs)
+        return self.whole(pair, (smaller, larger))
 
     def _is_symmetric(self, mesh: Mesh, part: Strategy) -> bool:
         """True where storage layouts and pins of `part` are equal in equal layers."""

@@ -16,6 +16,7 @@ from torch import nn
 from ..backend.default_passes import default_passes
 from ..cost.block_runs import BlockCost
 from ..cost.compute import precision_of
+from ..cost.extrapolate import extrapolated
 from ..cost.memory import peak_of_pieces
 from ..cost.reserved import reserved_bytes
 from ..cost.software import Software
@@ -272,9 +273,9 @@ class ShortPair:
         smaller, larger = (short.traffic() for short in self.steps)
         kinds = _kinds(len(layers), len(smaller))
 
-        def of_stage(stage: int) -> tuple[float, ...]:
-            two = zip(astuple(smaller[kinds[stage]]), astuple(larger[kinds[stage]]), strict=True)
-            return tuple(a + (b - a) * _times(layers[stage]) for a, b in two)
+        def of_stage(stage: int) -> tuple[int, ...]:
+            kind = kinds[stage]
+            return astuple(extrapolated(smaller[kind], larger[kind], _times(layers[stage])))
 
         of_rank = [
             [sum(values) for values in zip(*map(of_stage, range(rank, len(layers), ranks)), strict=True)]
