@@ -147,7 +147,7 @@ def set_operands(node: torch.fx.Node, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def rename(node: torch.fx.Node, name: str) -> None:
-    """Set `node.name`, which no later node gets, without an update of torch's table of ops, which has no names."""
+    """Set `node.name` without torch's update of its table of ops, where names do not matter; no later node gets it."""
     object.__setattr__(node, "name", name)
     node.graph._graph_namespace._used_names.add(name)
 

@@ -55,7 +55,9 @@ class Recorder(Protocol):
         ...
 
     def record(self, work: Work) -> Recording:
-        """Record what `work` launches, unrun. Raises what a library says; then no recording of this process is used."""
+        """Record what `work` launches, without running it. Raises what a library says whose work cannot be recorded; no
+        recording of this process is to be used after that.
+        """
         ...
 
     def replay(self, recording: Recording) -> Sequence[Tensor]:

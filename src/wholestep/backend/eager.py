@@ -100,7 +100,9 @@ class Eager:
 
 
 def eager(graph: Graph, clock: NodeClock | None = None, body: Callable[[Graph], RunBody] | None = None) -> Run:
-    """Compile `graph` to a Python function from inputs to outputs; `body` compiles its regions, by default op by op."""
+    """Compile `graph` to a Python function from the list of inputs to the list of outputs; `body` compiles the regions
+    that it calls, by default op by op as well.
+    """
     return _Eager(graph, clock, body=body)
 
 

@@ -64,7 +64,9 @@ class Backend(Protocol):
 
     @property
     def in_place_buffers(self) -> bool:
-        """True: nodes may write into the buckets of collectives. A compiler that does not see such writes has False."""
+        """True: the pass `WriteIntoBuckets` lets nodes write into the buckets of collectives. A compiler that does not
+        see through such writes sets False.
+        """
         ...
 
     @property

@@ -56,7 +56,7 @@ class Landmarks:
 
 @dataclass(frozen=True)
 class Reached:
-    """Whether state may have `changed`, and how many collectives were `begun`: None is known where one was at work."""
+    """How far a call had come: state may have `changed`, collectives were `begun` (None: one was at work)."""
 
     changed: bool = False
     begun: int | None = 0

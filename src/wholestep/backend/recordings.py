@@ -249,7 +249,9 @@ class Replayed:
 
 
 class ReplayedBySize:
-    """A run function for batches of all sizes; each size that is called again is recorded, up to the owner's most."""
+    """A run function for batches of all sizes, with a recording for each size that is called again, up to the most of
+    its owner. Calls of other sizes run it.
+    """
 
     def __init__(self, first: Replayed, record: SizeGuards) -> None:
         self._first, self._record = first, record

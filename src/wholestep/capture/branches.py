@@ -1,4 +1,4 @@
-"""Branches on values of tensors. A trace assumes what each is; the graph checks it, and changes nothing if wrong."""
+"""Branches on values of tensors. A trace assumes the truth of each; where it is wrong, the graph changes nothing."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def too_many_branches(other: OtherBranchError, tries: int) -> CaptureError:
 
 
 def other_branch(branches: Sequence[TakenBranch], number: int, differ: Sequence[float], same: bool) -> CaptureError:
-    """The error of a call whose value `number` is the first not as expected, on `differ` ranks; `same`: not on all."""
+    """The error of a call in which the truth of value `number` is the first that is not as expected; `differ`: on how
+    many ranks each is not. `same`: on some ranks it is as expected.
+    """
     branch = branches[number]
     if not same:
         end = number + 1

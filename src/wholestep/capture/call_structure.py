@@ -67,7 +67,9 @@ class Structure:
 
 @dataclass(frozen=True)
 class StepCall:
-    """Leaves and structure of a call; `objects` that it opened and can change, `arrays`: leaves in memory of numpy."""
+    """Leaves and structure of the arguments of a call; `objects` are what it opened that can change, in order, and
+    `arrays` the numbers of the leaves that have the memory of an array of numpy.
+    """
 
     structure: Structure
     leaves: tuple[Any, ...]
@@ -76,7 +78,9 @@ class StepCall:
 
 
 def take_apart(value: Any, objects: bool = True) -> StepCall:
-    """Open containers and dataclasses; with `objects`, objects without modules and optimizers, and arrays of numpy."""
+    """Open containers, mappings and dataclasses, and with `objects` every object that holds no module or optimizer, and
+    arrays of numpy as tensors. What is not opened is a leaf.
+    """
     opening = _Opening(objects)
     outline = opening.outlines((value,))[0]
     return StepCall(Structure(outline), tuple(opening.leaves), tuple(opening.objects), opening.arrays)
@@ -139,7 +143,9 @@ def opener(structure: Structure, leaves: Iterable[Any]) -> Callable[[Any], StepC
 
 
 def equal_objects(a: Any, b: Any) -> bool:
-    """Whether values are alike but for what they are built of; what is not opened is alike with itself alone."""
+    """Whether two values are alike but for the identity of what they are built of. Tensors, arrays, modules, and what
+    is no plain value and is not opened, are alike with themselves alone.
+    """
     if a is b:
         return True
     first, second = take_apart(a), take_apart(b)
@@ -267,7 +273,9 @@ def _put_together(outline: Any, rest: Iterator[Any], objects: list[Any]) -> Any:
 
 @contextlib.contextmanager
 def in_place(value: Any, structure: Structure, leaves: Iterable[Any]) -> Generator[Any]:
-    """`value` with other leaves, in the same containers, which have theirs again afterwards; tuples are new ones."""
+    """`value` with other leaves, in the same containers and objects, which have their own leaves again afterwards,
+    whatever happens; only tuples, and views of dicts, are new ones.
+    """
     with undone():
         yield _put_in_place(value, structure.outline, iter(leaves))
 
@@ -318,7 +326,9 @@ def _places(outline: Any, path: str, plain: bool = True) -> Iterator[tuple[str, 
 
 
 def leaf_names(fn: Callable[..., Any], structure: Structure, objects: bool = False) -> list[str]:
-    """Name each leaf of arguments by the parameter of `fn` and the path inside; or the `objects` that can change."""
+    """Name each leaf of `(args, kwargs)` by the parameter of `fn` and the path inside that argument; or instead the
+    `objects` that can change: kwargs is "".
+    """
     _, _, _, (args, kwargs) = structure.outline
     named = zip(argument_names(fn, len(args[3])), args[3], strict=True), zip(kwargs[1], kwargs[3], strict=True)
     positional, by_name = ([place for name, part in parts for place in _places(part, name)] for parts in named)

@@ -55,7 +55,9 @@ class CountedPlaces:
     shared: list[tuple[Any, Any, str]] = field(default_factory=list[tuple[Any, Any, str]])
 
     def of(self, mask: torch.Tensor) -> Any:
-        """Return the places of a traced mask: their number is its symbol, or the first that a batch has at a line."""
+        """Return the places that a traced mask has. Their number is a symbol, the same one for the same mask; but for
+        the first number that the batch determines at a line.
+        """
         traced = _torch.traced_node(mask)
         lines = self.request.promoted.numbers & {ANY_COUNT, self.line()}
         if traced is None or not lines or not self.branches.depends_on_tensors(traced[0]):

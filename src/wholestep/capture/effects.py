@@ -53,7 +53,7 @@ BATCH_COUNTS = Promoted(frozenset([ANY_COUNT]))
 
 @dataclass(frozen=True)
 class Extra:
-    """A leaf: result `index` of the graph that the step does not return; or optimizer state that it makes, by name."""
+    """A leaf: extra result `index`, which the host needs; or the state of an optimizer that the step makes, by name."""
 
     index: int | str
 

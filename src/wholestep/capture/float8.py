@@ -36,7 +36,10 @@ class _Recipe:
     device: str
 
     def cast(self, values: Tensor, dtype: torch.dtype, by_rows: bool = True) -> _Numbers:
-        """Cast a tensor times a number (or one a row, or a column) that fills the range of `dtype`: none overflows."""
+        """Cast a tensor, multiplied by what fills the range of `dtype`: a number, or one for each row (of the last
+        dim), or for each column (of all dims before it). Its largest value becomes at most that of the dtype, up to
+        rounding: nothing overflows.
+        """
         if not self.rowwise:
             amax = _aten.linalg_vector_norm.default(values, _INF)
         else:

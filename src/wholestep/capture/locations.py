@@ -207,7 +207,7 @@ def holds_items(value: object) -> bool:
 
 
 def key_text(key: object, keys: Iterable[object]) -> str:
-    """The text of a key in a path: what has tensors is named by its place among `keys`, as ranks may have a part."""
+    """The text of a dict key in a path. One with tensors, whose values change, is named by its place among `keys`."""
     if not any(isinstance(leaf, torch.Tensor) for leaf in _leaves(key)):
         return repr(key)
     return f"key {next((place for place, other in enumerate(keys) if other is key), -1)}"

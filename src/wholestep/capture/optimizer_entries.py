@@ -39,7 +39,7 @@ class Lookup(ABC):
 
 @dataclass
 class Items(Lookup):
-    """Items of the container at `holder[key]`, looked up at each use; one of a tuple, or `replaced`, is made anew."""
+    """Items of the container at `holder[key]`, looked up at each use. To set one of a tuple makes a new container."""
 
     holder: Any
     key: Any

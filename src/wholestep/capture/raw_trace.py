@@ -33,7 +33,7 @@ class RawTrace:
 
 
 def raw_trace(traced: Traced) -> RawTrace | None:
-    """None where a digest would not say all: of symbols, assumed branches, or operands that are no plain values."""
+    """None where a digest would not say all: sizes are symbols, branches are assumed, arguments are no plain values."""
     if traced.stand_ins.symbols is not None or traced.branches.decided:
         return None
     lists = traced.stand_ins.inputs, traced.created, traced.draws.repeats

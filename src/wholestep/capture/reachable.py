@@ -170,7 +170,9 @@ class Container:
 
 
 def argument_containers(objects: Sequence[Any], paths: Sequence[str], arguments: dict[int, Any]) -> list[Container]:
-    """Containers among `objects` of a call and their attributes; `arguments` has those of each call, by number."""
+    """The containers among the `objects` of a call, and their attributes, which a step may change for its caller.
+    `arguments` will have those of the current call, by number.
+    """
     containers: list[Container] = []
     for number, (value, path) in enumerate(zip(objects, paths, strict=True)):
         form, lookup = form_of(cast("type[Any]", type(value))), ArgumentItems(arguments, number)

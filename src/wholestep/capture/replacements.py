@@ -32,7 +32,8 @@ Known = Callable[[Tensor], Tensor | None]
 def form_of(function: Any) -> Callable[..., Any] | None:
     """Return the replacement of a torch function; None if it can be traced itself.
 
-    It is called with `(original, known, *args, **kwargs)`; `known` gives a value that integers of the batch determine.
+    It is called with `(original, known, *args, **kwargs)`; `known` gives the real value of a traced tensor that
+    depends on integers of the batch only, else None.
     """
     try:
         return _FORMS.get(function)

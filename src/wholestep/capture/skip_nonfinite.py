@@ -145,7 +145,9 @@ def _known_norms(grads: Sequence[Node], wide: torch.dtype) -> dict[Node, Node]:
 
 
 class Updates:
-    """Updates that keep the old value without a copy: of fused optimizers, which a flag stops, and of counts (by 0)."""
+    """Updates that keep the old value by themselves, without a copy: of fused optimizers, which a flag can stop, and of
+    counts, which grow by 0 in a skipped step.
+    """
 
     def __init__(self, skipped: Node) -> None:
         place = After(skipped)

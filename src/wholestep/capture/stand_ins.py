@@ -37,7 +37,7 @@ _TOLD: dict[str, Callable[[Tensor], Any]] = {
 
 
 class Unread(_torch.StandIn):
-    """For a value of class `kind` at a `place` of arguments; `fake` has the contents of an array, maybe computed."""
+    """Stands for a value of class `kind` at a `place` of arguments. An array has a `fake`; a computed one no place."""
 
     __slots__ = ("_fake", "_kind", "_place", "_refuse")
 
@@ -102,7 +102,9 @@ _ON_HOST: list[tuple[str, str, Callable[..., Any]]] = [("scipy.optimize", "linea
 
 
 def array_functions(as_array: _AsArray) -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Functions of arrays, in each module that names them, and what runs in their place; `as_array` stands for one."""
+    """Functions of arrays, by owner and name, and what runs in their place, in each module that has them by their name.
+    `as_array(contents, refusal)` stands for an array that the step computes.
+    """
     forms: list[tuple[Any, str, Any]] = [(torch, name, _of_array) for name in ("from_numpy", "as_tensor", "tensor")]
     for owner, name, form in _ON_HOST:
         if (original := getattr(sys.modules.get(owner), name, None)) is not None:

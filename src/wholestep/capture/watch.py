@@ -409,7 +409,7 @@ class Watch:
         return Recipe(call.structure, tuple(self._leaf(v, path) for v in call.leaves))
 
     def stand_in(self, index: int, name: str, value: Any, fake: torch.Tensor | None) -> Any:
-        """What stands for leaf `index`, whose value may be any: input for a number; an array with what `fake` has."""
+        """What the step gets for leaf `index`, whose value may be any: a number is an input, an array holds `fake`."""
         self.open_arguments[index] = value
         place = Location(name, Reads(lambda i: as_given(self.open_arguments[i])), index)
         kind = np.ndarray if fake is not None else cast(type[Any], type(value))
