@@ -120,7 +120,7 @@ class Branches:
         with _torch.unobserved():
             now = self.now(*traced) if self.options.branches_of_batch and number >= len(assumed) else None
             if likely is None or now is not None:
-                likely = bool(now) if now is not None else node.target in _USUALLY_TRUE and value.dtype is torch.bool
+                likely = bool(now) if now is not None else usual(value)
         expected = assumed[number] if number < len(assumed) else likely
         with torch.no_grad():
             self.values.append((value.detach() != 0).reshape(()))
@@ -131,6 +131,12 @@ class Branches:
         """False for what is computed of options of an optimizer alone, which can be constants."""
         inputs = dict(zip(node.graph.find_nodes(op="placeholder"), self.inputs, strict=False))
         return any(n in inputs and inputs[n].role not in _OF_OPTIONS for n in cone(node, ()))
+
+
+def usual(value: torch.Tensor) -> bool:
+    """What the truth of a traced value most often is, by what computed it."""
+    traced = _torch.traced_node(value)
+    return traced is not None and traced[0].target in _USUALLY_TRUE and value.dtype is torch.bool
 
 
 def along_branches(assumed: tuple[bool, ...] | None, capture: Callable[[tuple[bool, ...] | None], Any]) -> Any:

@@ -20,7 +20,7 @@ from ..errors import CaptureError
 from ..graph import meta
 from ..graph.ops import BEHIND, NUMBERS_OF, ROWS_OF
 from ..sizes import evaluate
-from .branches import MOST, Branches
+from .branches import MOST, Branches, usual
 from .cuda_attention import of_counted_rows
 from .effects import ANY_COUNT, CountsRowsError, SizesFixedError
 from .fake_inputs import Request
@@ -178,7 +178,9 @@ class CountedPlaces:
         return _OF_NUMPY[function](numbers)
 
     def truth(self, value: torch.Tensor, likely: bool | None = None) -> bool | None:
-        """What a traced value is taken for, which most often is `likely`."""
+        """What a value that torch asks for is taken for, which most often is `likely`. Offline, nothing is asked."""
+        if likely is None and self.request.options.branches is None:
+            return usual(value)
         return self.branches.take(value, self.line(), likely)
 
     def asked(self) -> AbstractContextManager[None]:
