@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ from .fake_inputs import Request
 from .function_caches import CachedCall
 from .host_numbers import At
 from .locations import is_number, same_kind
-from .normalize import changed_constants, changed_inputs, normalize
+from .normalize import changed_tensors, normalize
 from .raw_trace import RawTrace, raw_trace
 from .reachable import Reach, Trainable, reach, trainables
 from .scheduled_numbers import scheduled
@@ -208,8 +209,8 @@ def capture_again(
     """Capture a call that an earlier capture is for, with the inputs and symbols of that one."""
     dims = {} if earlier.symbols is None else earlier.symbols.record.by_name()
     options = replace(options, branches=tuple(branch.expected for branch in earlier.branches))
-    state, *_ = find_state(fn, args, kwargs, options.extra)
-    with overridden(state, options.module_overrides):
+    overrides = options.module_overrides
+    with overridden(find_state(fn, args, kwargs, options.extra)[0], overrides) if overrides else nullcontext():
         inputs = earlier.hypers, shapes, earlier.effects.carried, dims
         return _captured(fn, args, kwargs, options, *inputs, earlier=earlier)
 
@@ -446,7 +447,7 @@ def _mixed_options(request: Request) -> Promoted:
 
 def _changed_in_place(traced: Traced, reachable: Reach) -> Promoted:
     """Return the reachable tensors that the trace changes in place, also those that are options of an optimizer."""
-    names, tensors = changed_inputs(traced.module, traced.stand_ins.inputs), changed_constants(traced.module)
+    names, tensors = changed_tensors(traced.module, traced.stand_ins.inputs)
     tensors += [option_of(traced.request.state, h) for h in traced.request.hypers if h.name in names]
     changed = {id(tensor) for tensor in tensors}
     first = {id(tensor): path for path, (tensor, _) in reversed(reachable.tensors.items())}

@@ -66,19 +66,18 @@ class FakeInputs:
         self.mode: Any = _torch.fake_mode() if self.symbols is None else self.symbols.mode
 
     def add(self, source: Input, requires_grad: bool = False) -> None:
-        """Create a fake tensor for `given`; on the step's device if the real tensor is on `meta` or offloaded, or if an
-        optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
+        """Create a fake tensor, in the fake mode; on the step's device if the real one is on `meta` or offloaded, or if
+        an optimizer holds it: torch leaves counts of steps in host memory, and wholestep moves them to the parameters.
         """
         in_host = self.host_state and source.role in (Role.PARAM, Role.BUFFER, Role.GRAD)
         if source.meta.device.startswith("meta") or in_host or source.role is Role.STATE:
             source = replace(source, meta=replace(source.meta, device=self.device))
         meta = source.meta
-        with self.mode, _torch.Remembering():
-            fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
-            if source.role is Role.PARAM:
-                fake = nn.Parameter(fake, requires_grad=requires_grad)
-            elif requires_grad:
-                fake.requires_grad_()
+        fake = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=meta.device)
+        if source.role is Role.PARAM:
+            fake = nn.Parameter(fake, requires_grad=requires_grad)
+        elif requires_grad:
+            fake.requires_grad_()
         self.put(source, fake)
 
     def add_dynamic(self, source: Input, dims: tuple[int, ...], requires_grad: bool) -> None:
@@ -106,14 +105,15 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
     """
     symbols = _torch.Symbols(line) if request.dynamic or request.counts else None
     state, out = request.state, FakeInputs(request.device, request.options.offload is not None, symbols)
-    for entry in [*state.params.values(), *state.buffers.values()]:
-        out.add(entry.input, entry.tensor.requires_grad)
-    _add_optimizer_state(out, state)
-    for name, entry in state.params.items():
-        if entry.tensor.grad is not None:
-            out.add(Input(f"{name}/grad", Role.GRAD, entry.input.meta, name))
-    for hyper in request.hypers:
-        out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
+    with out.mode, _torch.Remembering():
+        for entry in [*state.params.values(), *state.buffers.values()]:
+            out.add(entry.input, entry.tensor.requires_grad)
+        _add_optimizer_state(out, state)
+        for name, entry in state.params.items():
+            if entry.tensor.grad is not None:
+                out.add(Input(f"{name}/grad", Role.GRAD, entry.input.meta, name))
+        for hyper in request.hypers:
+            out.add(Input(hyper.name, Role.HYPER, TensorMeta((), (), torch.float64, "cpu"), key=hyper.key))
     for name, leaf in zip(request.names, request.call.leaves, strict=True):
         if isinstance(leaf, torch.Tensor):
             meta = with_shape(meta_of(leaf), request.full_shapes.get(name, tuple(leaf.shape)))
@@ -121,7 +121,8 @@ def stand_ins(request: Request, line: Callable[[], str]) -> FakeInputs:
             if dims:
                 out.add_dynamic(source, dims, leaf.requires_grad)
             else:
-                out.add(source, leaf.requires_grad)
+                with out.mode, _torch.Remembering():
+                    out.add(source, leaf.requires_grad)
     return out
 
 
@@ -138,7 +139,7 @@ def _add_optimizer_state(out: FakeInputs, state: StepState) -> None:
                 new = created.get(alike)
                 if new is None:
                     _torch.undo(optimizer.state.pop, fakes[name], None)
-                    with out.mode, _torch.Remembering(), _torch.tensor_only_optimizers():
+                    with _torch.tensor_only_optimizers():
                         held_state.prime(optimizer, fakes[name], group, out.device)
                     entries = held_state.in_order(optimizer.state.pop(fakes[name], {}))
                     new = [(key, value) for key, value in entries if isinstance(value, torch.Tensor)]

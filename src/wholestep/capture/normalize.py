@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -69,15 +69,12 @@ def _check_matrices(graph: Graph) -> None:
         graph.erase_node(check)
 
 
-def changed_constants(module: GraphModule) -> list[torch.Tensor]:
-    """Return the constants (tensors that are no inputs) that a trace changes in place."""
-    return [getattr(module, str(constant.target)) for _, constant in _changed(module)]
-
-
-def changed_inputs(module: GraphModule, inputs: Sequence[Input]) -> set[str]:
-    """Return the names of the inputs that a trace changes in place."""
+def changed_tensors(module: GraphModule, inputs: Sequence[Input]) -> tuple[set[str], list[torch.Tensor]]:
+    """Return the names of the inputs, and the constants (tensors that are none), that a trace changes in place."""
     names = dict(zip(module.graph.find_nodes(op="placeholder"), (i.name for i in inputs), strict=True))
-    return {names[source] for _, source in _written(module) if source in names}
+    written = [*_written(module)]
+    constants = [getattr(module, str(constant.target)) for _, constant in _changed(module, written)]
+    return {names[source] for _, source in written if source in names}, constants
 
 
 def _written(module: GraphModule) -> Iterator[tuple[Node, Node]]:
@@ -85,9 +82,9 @@ def _written(module: GraphModule) -> Iterator[tuple[Node, Node]]:
     return ((node, _viewed(at)) for node in filter(is_mutating, module.graph.nodes) for at in written(node))
 
 
-def _changed(module: GraphModule) -> Iterator[tuple[Node, Node]]:
+def _changed(module: GraphModule, written: Iterable[tuple[Node, Node]]) -> Iterator[tuple[Node, Node]]:
     """Yield each node that changes a constant in place, and the constant, also an array's (`from_numpy`)."""
-    for node, viewed in _written(module):
+    for node, viewed in written:
         source = node_at(viewed, 0) if viewed.target is aten.lift_fresh_copy.default else viewed
         if source.op == "get_attr" and (
             source is viewed or not getattr(module, str(source.target)).untyped_storage().resizable()
@@ -103,7 +100,7 @@ def _viewed(node: Node) -> Node:
 
 
 def _refuse_mutated_constants(module: GraphModule) -> None:
-    for node, constant in _changed(module):
+    for node, constant in _changed(module, _written(module)):
         raise CaptureError(
             f"the step changes in place a tensor of shape {tuple(getattr(module, str(constant.target)).shape)} "
             "that it closes over",
