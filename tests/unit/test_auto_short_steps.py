@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 import wholestep as ws
+from wholestep.cost.extrapolate import extrapolated
 from wholestep.cost.memory import peak_memory
 from wholestep.passes.fit_memory import FitMemory
 from wholestep.plan.strategies import compose
-from wholestep.planner.bounds import costs, lower_bound
+from wholestep.planner.bounds import Costs, costs, lower_bound
 from wholestep.planner.candidates import Template, templates
 from wholestep.planner.evaluate import Evaluator
 from wholestep.planner.folded_memory import FoldedFit
@@ -257,3 +258,13 @@ def test_auto_says_what_is_extrapolated() -> None:
     plan = explained(found)
     assert plan.objective is not None
     assert plan.objective.batch_s == found.best.batch_s
+
+
+def test_what_is_extrapolated() -> None:
+    """From one and two layers to eleven: whole numbers stay whole, a missing kind is 0, nothing is below 0."""
+    one = Costs(10, 101, 4, 2, 1.0, 0.2, by_kind={"activation": 5, "batch": 3, "late": 1})
+    two = Costs(12, 102, 4, 3, 1.5, 0.1, by_kind={"activation": 7, "batch": 3, "new": 2})
+    many = Costs(30, 111, 4, 12, 6.0, 0.0, by_kind={"activation": 25, "batch": 3, "new": 20})
+    assert extrapolated(one, two, 10) == many
+    assert extrapolated(3, 4, 2.6) == 6
+    assert extrapolated((3.0, (None, "x")), (4.0, (None, "x")), 0.5) == (3.5, (None, "x"))

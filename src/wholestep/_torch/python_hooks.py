@@ -133,7 +133,7 @@ def _with_subclasses(kind: type) -> list[type]:
 
 @contextlib.contextmanager
 def watched_attributes(kinds: Iterable[type], on_read: Form, on_write: Form) -> Generator[set[type]]:
-    """Run both in place of `__getattribute__` and `__setattr__` of classes. Yields those that cannot be patched."""
+    """Run `on_read`, `on_write` in place of `__getattribute__`, `__setattr__`; yields classes that cannot have it."""
     watched, unobserved = set[type](), set[type]()
     with contextlib.ExitStack() as stack:
         for kind in (k for k in kinds if not watched.intersection(k.__mro__)):

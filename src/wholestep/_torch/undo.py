@@ -81,7 +81,7 @@ def _clean(before: set[str]) -> None:
 
 
 class FunctionMode(TorchFunctionMode):
-    """A mode that may be gone when it is left, if Ctrl-C comes in a call, during which torch has it off its stack."""
+    """A mode that may be gone when it is left: Ctrl-C may come in a call, during which torch has it off its stack."""
 
     def __exit__(self, *error: Any) -> None:
         if _get_current_function_mode() is self:
