@@ -185,7 +185,7 @@ def _with_its_code(function: FunctionType) -> FunctionType:
 
 def _code_that_calls(run: Callable[..., Any], function: FunctionType) -> CodeType:
     """Code for `function` that calls `run` with all arguments."""
-    code = _calling_code(len(function.__code__.co_freevars))
+    code = _calling_code(len(function.__closure__ or ()))
     return code.replace(co_consts=tuple(run if value == _CALLED else value for value in code.co_consts))
 
 

@@ -306,7 +306,7 @@ class _Search:
     def skip(self, opened: Sequence[Any]) -> None:
         """Search the classes of objects, and not the objects."""
         for value in opened:
-            self.found.seen[id(value)] = value
+            self.found.seen[_torch.identity(value)] = value
             kind = cast(type[Any], type(value))
             if form_of(kind) is not None and not is_closed(kind):
                 self._note_class(kind)
@@ -348,7 +348,7 @@ class _Search:
         return len(self._globals_seen) > before
 
     def _open(self, value: Any, path: str) -> None:
-        if isinstance(value, _LEAVES) or (key := id(value)) in self.found.seen:
+        if isinstance(value, _LEAVES) or (key := _torch.identity(value)) in self.found.seen:
             return
         self.found.seen[key] = value
         if self._new is not None and isinstance(unwrapped(value), (nn.Module, Optimizer, GradScaler)):
@@ -393,8 +393,8 @@ class _Search:
                 self._waiting.append((cast(Any, value), container.path_of(key)))
 
     def _note_tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if id(tensor) not in self.found.seen:
-            self.found.seen[id(tensor)] = tensor
+        if (key := _torch.identity(tensor)) not in self.found.seen:
+            self.found.seen[key] = tensor
             self.attributes(path, lambda: tensor)
 
     def _function(self, function: types.FunctionType) -> None:

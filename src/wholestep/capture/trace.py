@@ -539,20 +539,20 @@ def _plain_state(state: StepState) -> list[tuple[Any, Any, dict[str, Any]]]:
 
 def _calling_line() -> tuple[str, int] | None:
     frame = inspect.currentframe()
-    while frame is not None and not is_user_file(frame.f_code.co_filename):
+    while frame is not None and not (  # Python tells audit hooks of each look at a frame's code
+        is_user_file(str(frame.f_globals.get("__file__", ""))) and is_user_file(frame.f_code.co_filename)
+    ):
         frame = frame.f_back
     return (frame.f_code.co_filename, frame.f_lineno) if frame else None
 
 
 def _option_place(state: StepState, hyper: Hyper) -> Location:
-    optimizer = list(state.optimizers.values())[hyper.optimizer]
-    place = Location(hyper.name, GroupEntry(optimizer, hyper.group), hyper.key)
+    place = Location(hyper.name, GroupEntry([*state.optimizers.values()][hyper.optimizer], hyper.group), hyper.key)
     return place if hyper.index is None else NumberLocation(hyper.name, place, hyper.index)
 
 
 def _calling_text() -> str:
-    line = _calling_line()
-    return show_line(*line) if line else ""
+    return show_line(*line) if (line := _calling_line()) else ""
 
 
 def _asking_text() -> str:

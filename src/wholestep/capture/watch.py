@@ -445,7 +445,7 @@ class Watch:
         if _torch.is_fake(value):
             self.extra.append(value)
             return Extra(len(self.extra) - 1)
-        if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and id(value) not in self.reach.seen:
+        if not isinstance(value, (*SIMPLE, torch.Tensor, type, Enum)) and _torch.identity(value) not in self.reach.seen:
             attributes = attributes_of(value) or {}
             if path or any(self._is_traced(v) for v in attributes.values()):
                 raise RefusedError(
@@ -474,10 +474,10 @@ class Watch:
             reached: Any = waiting.pop()
             if self._is_traced(reached) or is_of_trace(reached) or isinstance(reached, _torch.SYMBOLIC):
                 return True
-            if id(reached) not in seen and not isinstance(reached, (type, ModuleType)):
+            if _torch.identity(reached) not in seen and not isinstance(reached, (type, ModuleType)):
                 is_function = isinstance(reached, FunctionType)  # whose globals lead anywhere
                 waiting += (reached.__closure__ or ()) if is_function else gc.get_referents(reached)
-            seen.add(id(reached))
+            seen.add(_torch.identity(reached))
         return False
 
     def _tracer(self, containers: Sequence[Container]) -> Callable[..., Any]:
