@@ -99,7 +99,9 @@ IN_VALUES = {"scaled": _scaled, "in 16 bits": _in_16_bits, "flipped": _flipped, 
 
 
 class Fault:
-    """A pass that plants a fault: in the value of an op, or in a reduction. `names`: the op, in the planned graph."""
+    """A pass that plants a fault: in the value of an op, or in a reduction. `names`: the op, in the planned graph, and
+    those that read it first, as rows of a rank that are not those of its layout are not compared.
+    """
 
     def __init__(self, kind: str, seed: int) -> None:
         self.kind, self.chance, self.names = kind, random.Random(seed), list[str]()
@@ -108,7 +110,8 @@ class Fault:
         graph = copy_graph(local.graph)
         if self.kind in IN_VALUES:
             node = self.chance.choice([n for n in graph.nodes if self._is_fit(n)])
-            self.names = [name for name, _ in meta.computes(node) or ()]
+            near = [node, *node.users]
+            self.names = [name for each in near for name, _ in meta.computes(each) or ()]
             with graph.inserting_after(node):
                 new = graph.call_function(IN_VALUES[self.kind], (node,))
             node.replace_all_uses_with(new)

@@ -210,6 +210,7 @@ class _Run:
             rows, generator = dict[int, Tensor](), torch.Generator().manual_seed(number)
             for size in {len(value) for value in each[0].values() if value.dim() and len(value)}:
                 rows[size] = torch.randint(size, (size,), generator=generator)
+                rows[size][-1] = rows[size][0]  # all rows in another order have the same mean
             values = each[0].items()
             each.append({n: v[rows[len(v)].to(v.device)] if v.dim() and len(v) else v for n, v in values})
         return each

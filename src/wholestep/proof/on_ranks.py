@@ -23,6 +23,7 @@ from .sketch import SUMS, distance, places_of, sums_of
 Key = tuple[str, int]
 Far = tuple[float, str]
 """A distance, and where it is so far: layout and ranks."""
+_UNKNOWN: Far = -1.0, ""
 
 
 class PlanOnRanks:
@@ -88,7 +89,7 @@ class PlanOnRanks:
         """Add the distance of a result, or -1 where these values are not in its layout."""
         sums = [result.sums_of_device(number) for number in range(len(result.sums))]
         key, far = (result.name, result.index), self._far(sums, values, layout, result.shape)
-        distances[key] = max(distances.get(key, (0.0, "")), far or (-1.0, ""))
+        distances[key] = max(distances.get(key, _UNKNOWN), far or _UNKNOWN)
 
     def _drawn(self, node: Node, value: Any, drawn: Mapping[str, Sequence[Any]], rank: int) -> Any:
         """The random numbers of the device in place of those of a rank, if it has a part of them."""
