@@ -3,6 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -626,8 +627,7 @@ def test_models_of_transformers(name: str) -> None:
 
 
 @pytest.mark.usual("mistral-eager", "llama-sdpa", "t5-eager")
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama", "mistral", "t5"])
+@pytest.mark.parametrize(("name", "attention"), [*product(("llama", "mistral"), ("eager", "sdpa")), ("t5", "eager")])
 def test_masks_are_made_in_the_rows_of_a_rank(name: str, attention: str) -> None:
     """Windows, padding, documents that begin where position ids do, biases of T5: no rank makes S x S elements. The
     shifted labels that T5's decoder reads are whole; what is looked up by them is not.
