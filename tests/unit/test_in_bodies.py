@@ -172,7 +172,7 @@ def test_auto_is_the_fastest_order_of_what_runs(placement: str, inside: str, pie
     for name in {"1f1b", "gpipe", "zero_bubble"}.intersection(fits):
         other = staged(_in_stages(inside, name, pieces, placement=placement), prices)
         assert other.order == name
-        assert made.step_us <= (1.03 if inside == "again" else 1.01) * other.step_us
+        assert made.step_us <= (1.05 if inside == "again" else 1.01) * other.step_us
 
 
 @pytest.mark.parametrize("inside", INSIDE)
