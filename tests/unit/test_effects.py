@@ -600,6 +600,7 @@ class Nonlocal(World):
 
 STEPS = 0
 TOTALS = {"n": 0.0}
+HERE = sys.modules[__name__]
 
 
 @case
@@ -613,6 +614,25 @@ class Global(World):
         global STEPS
         STEPS += 1
         return self.update(x, 1 / STEPS)
+
+
+@case
+class NewGlobals(World):
+    """Names that the first call makes, of its module and of one that it changes."""
+
+    def __init__(self):
+        super().__init__()
+        for name in ("LAST", "MADE", "COUNTED"):
+            globals().pop(name, None)
+
+    def step(self, x):
+        global LAST, COUNTED
+        if "LAST" not in globals():
+            COUNTED = 0
+        loss = self.update(x)
+        LAST, COUNTED = loss, COUNTED + 1
+        HERE.MADE = loss.detach() * 2
+        return loss, COUNTED, LAST + HERE.MADE
 
 
 @case
@@ -2960,6 +2980,20 @@ def test_another_object_in_each_call_is_captured_again_and_said_once() -> None:
     assert len(texts) == 1
     assert "because world.table is another object" in texts[0]
     assert len(step.programs) < 20
+
+
+def test_a_refused_step_leaves_no_names_that_it_made() -> None:
+    globals().pop("LAST", None)
+
+    def step(x: torch.Tensor) -> float:
+        global LAST
+        LAST = HERE.LATEST = world.update(x)
+        return float(LAST.tolist()[0])
+
+    world = World()
+    with pytest.raises(ws.CaptureError):
+        ws.compile(step)(batches()[0])
+    assert not {"LAST", "LATEST"} & globals().keys()
 
 
 def test_a_value_that_keeps_changing_ends_in_an_error() -> None:

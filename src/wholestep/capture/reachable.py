@@ -7,6 +7,7 @@ of proven libraries (`graph/origin.py`) has no globals that a step changes; obje
 
 from __future__ import annotations
 
+import builtins
 import dis
 import functools
 import gc
@@ -58,6 +59,7 @@ from .wrappers import attributes_of, unwrapped
 
 _MODULE_DICTS = ("_parameters", "_buffers", "_modules")
 _GLOBAL = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_ASSIGNED = ("STORE_ATTR", "DELETE_ATTR")
 _LOOKED_UP = ("state", "param_groups", "defaults", "_opt_called")
 Trainable = nn.Module | Optimizer | GradScaler
 _LEAVES: tuple[type, ...] = (*SIMPLE, torch.Tensor, torch.layout, torch.memory_format, Enum, range, slice)
@@ -293,6 +295,7 @@ class _Search:
         self.found, self.state, self._new = reachable, state, new
         self._unnamed: list[tuple[Any, Any, str]] = []
         self._globals_seen = set[tuple[int, str]]()
+        self._assigned = set[str]()
         self._names: set[str] = {"forward", "__call__", "step"}
         self._names |= _names_of(root.__code__) if isinstance(root, types.FunctionType) else set()
         self._methods: list[tuple[str, types.FunctionType]] = []
@@ -342,7 +345,8 @@ class _Search:
         before = len(self._globals_seen)
         for name, module in self._modules.items():
             if is_own_module(module):
-                self._globals(vars(module), (self._names | {"__getattr__"}) & vars(module).keys(), f"{name}.")
+                names = (self._names | {"__getattr__"}) & vars(module).keys()
+                self._globals(vars(module), names | self._assigned, f"{name}.")
         while self._waiting:
             self._open(*self._waiting.pop())
         return len(self._globals_seen) > before
@@ -411,20 +415,20 @@ class _Search:
             self._note(Container(function.__name__, function.__dict__, "function" if is_users_code else "attribute"))
         if not is_users_code:
             return
-        names, present = _names_of(code), _globals_of(code) & function.__globals__.keys()
+        names, assigned = _names_of(code), _globals_of(code, _ASSIGNED)
         self._names |= names
-        self._globals(function.__globals__, present)
-        for name in present:
-            value = function.__globals__[name]
-            if is_own_module(value):
-                table = cast(dict[str, Any], vars(value))
-                self._globals(table, names & table.keys(), f"{name}.")
+        self._assigned |= assigned
+        self._globals(function.__globals__, _globals_of(code) - vars(builtins).keys())
+        for name in _globals_of(code) & function.__globals__.keys():
+            module: Any = function.__globals__[name]
+            if is_own_module(module):
+                self._globals(module.__dict__, (names & module.__dict__.keys()) | assigned, f"{name}.")
 
     def _globals(self, table: dict[str, Any], names: Set[str], prefix: str = "") -> None:
         new = {(id(table), name) for name in names} - self._globals_seen
         self._globals_seen |= new
         for _, name in sorted(new):
-            if not isinstance(table[name], types.ModuleType):
+            if not isinstance(table.get(name), types.ModuleType):
                 self._note(Container(f"{prefix}{name}", table, "variable", frozenset([name])))
 
     def _object(self, value: Any, path: str) -> None:
@@ -497,9 +501,9 @@ def state_containers(state: StepState, number: int, path: str) -> list[Container
 
 
 @functools.cache
-def _globals_of(code: types.CodeType) -> frozenset[str]:
+def _globals_of(code: types.CodeType, ops: tuple[str, ...] = _GLOBAL) -> frozenset[str]:
     instructions = (i for inner in codes_in(code) for i in dis.get_instructions(inner))
-    return frozenset(str(i.argval) for i in instructions if i.opname in _GLOBAL)
+    return frozenset(str(i.argval) for i in instructions if i.opname in ops)
 
 
 def _names_of(code: types.CodeType) -> set[str]:

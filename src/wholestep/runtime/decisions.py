@@ -46,9 +46,8 @@ class Decisions:
                 decision = rendezvous.choose(label, propose, choice.what, choice.kind)
             else:
                 proposals = rendezvous.gather(label, propose(), choice.what, choice.kind)
-                decision = first = proposals[self._first_of_stage(about)]
-                if choice.combine is not None:
-                    decision = choice.combine(first, proposals)
+                first = proposals[self._first_of_stage(about)]
+                decision = first if choice.combine is None else choice.combine(first, proposals)
             self._kept[choice.name, key] = decision
         return self._kept[choice.name, key]
 
@@ -65,5 +64,4 @@ class Decisions:
         if about is None or not about.stage_axis:
             return 0
         mesh, axis = self.world.mesh, about.stage_axis
-        stage = self.world.coordinate[axis]
-        return next(rank for rank in range(mesh.size) if mesh.coordinate(rank)[axis] == stage)
+        return next(r for r in range(mesh.size) if mesh.coordinate(r)[axis] == self.world.coordinate[axis])

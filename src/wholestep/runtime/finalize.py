@@ -63,8 +63,7 @@ class Finalizer:
         elif budget is None:
             passes = self._passes(program.local)
             with self.stages.stage("schedule"):
-                local = run_passes(program.local, passes, watch, context=self._context(key))
-            program = replace(program, local=local)
+                program = replace(program, local=run_passes(program.local, passes, watch, context=self._context(key)))
         else:
             program = replace(program, local=self._fitted(program.local, key, budget, may_regather, watch))
         self.choices.store()
@@ -79,9 +78,8 @@ class Finalizer:
             with self.stages.stage("memory"):
                 return replace(program, local=self._stage_within(full, plain, key, budget, watch))
         with self.stages.stage("schedule"):
-            local = run_passes(
-                stage_program(full, self.world.coordinate[full.stage_axis]), plain, watch, context=self._context(key)
-            )
+            local = stage_program(full, self.world.coordinate[full.stage_axis])
+            local = run_passes(local, plain, watch, context=self._context(key))
             return replace(program, local=local, before=full)
 
     def _ordered(self, local: LocalGraph, key: str, hardware: Hardware) -> LocalGraph:
