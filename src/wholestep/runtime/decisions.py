@@ -57,7 +57,7 @@ class Decisions:
 
     def forget(self, knows: Callable[[str], bool]) -> None:
         """Drop the decisions for keys that are not known any more."""
-        self._kept = {at: decision for at, decision in self._kept.items() if knows(at[1])}
+        self._kept = {(name, key): decision for (name, key), decision in self._kept.items() if knows(key)}
 
     def _first_of_stage(self, about: LocalGraph | None) -> int:
         """The first rank of the stage that this rank runs of a program."""
