@@ -34,6 +34,7 @@ _ERRORS: dict[str, type[WholestepError]] = {
     "mesh": MeshError, "rules": RuleError,
 }  # fmt: skip
 """By room; of all others PlanError."""
+_PYTHON = frozenset({bool, float, int, str, NoneType})  # values of these types are what they are
 
 
 def check_arguments_of(public: dict[str, Any], names: Iterable[str]) -> None:
@@ -124,9 +125,9 @@ def _check_call(
 
 def _argument(call: str, name: str, kind: Any, value: Any, error: type[WholestepError]) -> Any:
     """A value of its type, as Python's number where it is one of another library."""
-    if not is_a(value, kind):
+    if not _test_of(kind)(value):
         raise _refused(call, name, value, kind, error)
-    return as_plain(value, kind) if _has_numbers(kind) else value
+    return value if type(value) in _PYTHON or not _has_numbers(kind) else as_plain(value, kind)
 
 
 def check_fields(instance: object, besides: Collection[str] = (), error: type[WholestepError] = PlanError) -> None:
@@ -195,11 +196,9 @@ def _is_plural(value: object, kind: type) -> bool:
 
 def plain_number(value: object) -> object:
     """Python's int or float for a number of another library, such as `numpy.int64(3)`; other values as they are."""
-    if type(value) in (int, float, bool) or not isinstance(value, Real):
+    if type(value) in _PYTHON or isinstance(value, int) or not isinstance(value, Real):
         return value
-    if isinstance(value, Integral):
-        return value if isinstance(value, int) else index(value)
-    return float(value)
+    return index(value) if isinstance(value, Integral) else float(value)
 
 
 @cache

@@ -151,7 +151,7 @@ def states_along(apart: meta.Along, have: Sequence[AxisState]) -> tuple[list[Axi
 def check_rows(graph: TrainGraph, decisions: Mapping[str, Decision]) -> None:
     """Raise PlanError if not all ops on the rows of a sort have the same pieces of them."""
     pieces = dict[str, tuple[Any, ...]]()
-    for node in graph.graph.nodes:
+    for node in graph.graph.nodes if any(map(meta.rows, graph.graph.nodes)) else ():
         of, dims = meta.rows(node) or ("", ())
         if of == node.name:
             pieces[of] = _piece(decisions[of].operands[0], 0)
