@@ -41,11 +41,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (b, t) -> logits of the next byte (b, t, vocabulary). `first` is the place of the first of the t."""
+    """Bytes (b, t) -> logits of the next byte (b, t, vocabulary). `places` of the t in a sequence; None: from 0 on."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.first = 0
+        self.places: Tensor | None = None
         self.bytes = nn.Embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config.width, config.heads) for _ in range(config.layers))
@@ -54,7 +54,8 @@ class GPT(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits at each place."""
-        h = self.bytes(x) + self.positions(torch.arange(self.first, self.first + x.shape[1], device=x.device))
+        places = torch.arange(x.shape[1], device=x.device) if self.places is None else self.places
+        h = self.bytes(x) + self.positions(places)
         for block in self.blocks:
             h = block(h)
         return self.head(self.norm(h))

@@ -7,30 +7,58 @@ import torch.distributed as dist
 import torch.distributed.nn.functional as exchange
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.experimental._context_parallel import _attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from . import models
 from .job import Job
 
+ring: Any = _attention
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
 
 def over_tokens(model: nn.Module, job: Job) -> tuple[nn.Module, Optimizer, Any]:
     """The model with its attention replaced, its optimizer, and a step that takes whole sequences."""
-    length = job.config.context // job.world
-    begin = job.rank * length
-    attend = _by_gathering if job.spec.has("gather") else _by_heads
-    cast(models.GPT, model).first = begin
+    ring = job.spec.has("ring")
+    attend = _by_ring if ring else _by_gathering if job.spec.has("gather") else _by_heads
+    pieces = torch.arange(job.config.context).chunk(2 * job.world if ring else job.world)
+    places = torch.cat([pieces[job.rank], pieces[-1 - job.rank]]) if ring else pieces[job.rank]
+    cast(models.GPT, model).places = places
     for block in models.blocks(model):
         cast(models.Block, block).attend = attend
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     def step(model: nn.Module, optimizer: Optimizer, x: Tensor, y: Tensor) -> Tensor:
-        part = slice(begin, begin + length)
-        loss = models.train_step(model, optimizer, x[:, part].contiguous(), y[:, part].contiguous())
+        loss = models.train_step(model, optimizer, x[:, places], y[:, places])
         dist.all_reduce(loss)
         return loss / job.world
 
     return wrapped, models.adamw(model, job.config), step
+
+
+def _by_ring(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    """What `torch.distributed.tensor.experimental.context_parallel` runs, which has it for kernels of GPUs alone."""
+    assert is_causal, "as the models call it"
+    return _Ring.apply(q, k, v)  # pyright: ignore[reportUnknownVariableType]
+
+
+class _Ring(torch.autograd.Function):
+    """A rank has an early piece of the tokens and the late one that mirrors it. Queries, keys, values (b, h, t, d)."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The merged results for the keys of all ranks."""
+        out, sums, *_ = ring._templated_ring_attention(dist.group.WORLD, 2, _FORWARD, q, k, v, is_causal=True)
+        ctx.save_for_backward(q, k, v, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        """Of queries, keys and values."""
+        args = dist.group.WORLD, 2, _BACKWARD, grad, "grad_out", *ctx.saved_tensors, True
+        return ring._templated_ring_attention_backward(*args, dropout_p=0.0)[:3]
 
 
 def _by_gathering(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:

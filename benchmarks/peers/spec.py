@@ -51,11 +51,13 @@ BASES = {
         ("pieces",),
     ),
     "tokens": Base(
-        "DDP whose ranks have a part of every sequence each: attention with keys and values gathered, or with tokens "
-        "exchanged for heads",
-        ("gather", "heads"),
+        "DDP whose ranks have a part of every sequence each: attention with keys and values gathered, with tokens "
+        "exchanged for heads, or by the ring of torch's context_parallel",
+        ("gather", "heads", "ring"),
     ),
-    "context": Base("wholestep.ContextParallel by a method (auto, gather, heads)", ("auto", "gather", "heads")),
+    "context": Base(
+        "wholestep.ContextParallel by a method (auto, gather, heads, ring)", ("auto", "gather", "heads", "ring")
+    ),
     "wholestep": Base(
         f"a style ({', '.join(STYLES)}); keep, reshard: after the forward; bucket (MB): its size; "
         "unscheduled: no passes; across: the end of a step is left to the next",
@@ -186,7 +188,7 @@ OURS = tuple(f"wholestep:{style}" for style in (*STYLES[:3], "fully_shard,reshar
 PLAIN = tuple(f"{name},unscheduled" for name in OURS)
 COMPILED = ("floor:compile", "ddp:compile", *(f"{name},inductor" for name in OURS))
 PIPES = (*(f"pipe:{name}" for name in ORDERS[:4]), *(f"stages:{name}" for name in (*ORDERS[:3], *ORDERS[4:], "auto,v")))
-LONG = ("tokens:gather", "tokens:heads", "context:gather", "context:heads")
+LONG = ("tokens:gather", "tokens:heads", "tokens:ring", "context:gather", "context:heads", "context:ring")
 PRESETS = {
     "default": ("floor", "ddp", "ddp:tuned", "fsdp2", "fsdp2:keep", *OURS),
     "torch": TORCH,

@@ -75,7 +75,7 @@ def test_ranks_that_share_tokens_train_alike(tmp_path: Path) -> None:
     assert process.returncode == 0, said
     (scene,) = read_scenes(tmp_path)
     _, _, *sharing = rows(scene)
-    assert len(sharing) == 4
+    assert len(sharing) == 6
     for row in sharing:
         assert row.loss_gap is not None
         assert row.loss_gap < 1e-5, row.peer
