@@ -24,7 +24,6 @@ from .harness import FORMS, assemble, differs, laid, parts_of, piece, tensors_in
 
 _ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
 _TWO_AXES = Mesh("a=2,b=2")
-
 _MEMORY = "operands"
 _AS_VIEWS = ", pieces that are views"
 
@@ -276,10 +275,8 @@ def claimed_factors(bound: BoundRule, group: Group) -> tuple[str, ...]:
 def check_way(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool = True) -> Failure | None:
     """The first difference between one device and ranks. With `views`, pieces have other memory layouts."""
     problem = _cut(case, bound, way, views)
-    if problem is None:
-        return None
     parts = "x".join(str(axis.size) for axis in way.mesh.axes)
-    return Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
+    return problem and Failure(case.name, f"factor {way.factor!r}", f"cut into {parts}", *problem)
 
 
 def _check_memory(case: OpCase) -> list[Failure]:
@@ -326,9 +323,8 @@ def _cut(case: OpCase, bound: BoundRule, way: ShardedFactor, views: bool) -> Pro
         args, kwargs = with_tensors(case.sample.args, case.sample.kwargs, pieces)
         try:
             local = localize(bound, case.call, takes, gives, mesh, args, kwargs)
-            target = VIEWS_OF_PIECES.get(local.target, local.target)
             kwargs = {k: resolve(v, at) for k, v in local.kwargs.items()}
-            by_rank.append(_outputs(target, resolve(local.args, at), kwargs))
+            by_rank.append(_outputs(VIEWS_OF_PIECES.get(local.target, local.target), resolve(local.args, at), kwargs))
         except WholestepError:
             raise
         except Exception as error:

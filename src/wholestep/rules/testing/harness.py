@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import _torch
 from ...graph.meta import overlaps
 from ...layout import Layout, cut
 from ...mesh import Mesh
@@ -22,7 +21,13 @@ _BEFORE, _AFTER = 3, 2  # elements around a view
 def with_tensors(args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]) -> tuple[Any, Any]:
     """The arguments with their tensors replaced by `tensors`, in order, lists flattened."""
     remaining = iter(tensors)
-    return _torch.tree_map_only(Tensor, lambda _: next(remaining), (tuple(args), dict(kwargs)))
+
+    def replaced(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(replaced, value))
+        return next(remaining) if isinstance(value, Tensor) else value
+
+    return tuple(map(replaced, args)), {name: replaced(value) for name, value in kwargs.items()}
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
@@ -125,8 +130,7 @@ def differs(actual: Tensor, expected: Tensor) -> tuple[str, str] | None:
         return f"has shape {list(actual.shape)}", f"shape {list(expected.shape)}"
     if actual.dtype != expected.dtype:
         return f"is {actual.dtype}", str(expected.dtype)
-    exact = not expected.is_floating_point() and not expected.is_complex()
-    if exact:
+    if not (expected.is_floating_point() or expected.is_complex()):
         close = actual == expected
     else:
         tight = expected.dtype in (torch.float64, torch.complex128)
