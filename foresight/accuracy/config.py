@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from math import prod
 
 import wholestep as ws
 from foresight.accuracy.read import Row, data_sheet, hardware_of, number, whole
@@ -58,6 +59,7 @@ class Run:
         pure: gradients are scattered in half precision too.
         eight: large linear layers multiply in float8.
         stack: which software runs it.
+        cp: ranks that share sequences, in a ring; `balanced`: all attend to as many keys.
     """
 
     source: str
@@ -95,6 +97,8 @@ class Run:
     device_gib: float
     stages: int = 1
     chunks: int = 1
+    cp: int = 1
+    balanced: bool = True
 
 
 def read(row: Row) -> Run | str:
@@ -106,8 +110,8 @@ def read(row: Row) -> Run | str:
         return why or "no preset for this hardware"
     model, ranks = _model(row), whole(row, "n_gpus")
     layers, width, heads = (whole(row, name) for name in ("n_layers", "d_model", "n_heads"))
-    tp, stages = whole(row, "tp", 1) or 1, whole(row, "pp", 1) or 1
-    data = ranks // (tp * stages)
+    tp, stages, cp = (whole(row, name, 1) or 1 for name in ("tp", "pp", "cp"))
+    data = ranks // (tp * stages * cp)
     style = _style(row["sharding"], row.get("dtype", ""))
     replicate, shard = whole(row, "dp_replicate"), whole(row, "dp_shard")
     if style == "replicate":
@@ -124,7 +128,7 @@ def read(row: Row) -> Run | str:
     step = number(row, "step_time_s")
     rate = number(row, "tokens_per_s_per_gpu")
     if step is None and rate:
-        step = micro * length * accumulate / (tp * stages) / rate
+        step = micro * length * accumulate / (tp * stages * cp) / rate
     dtype = row["dtype"].lower()
     stack = _stack(row)
     recompute = _recompute(row["ac"].lower(), stack)
@@ -142,7 +146,7 @@ def read(row: Row) -> Run | str:
         "pure" in dtype or stack.name.startswith("megatron"),
         bool(re.search(r"fp8|float8", dtype)), stack,
         _per_node(row), step, number(row, "mem_gib"), _device_gib(row, hardware), stages,
-        _chunks(row, notes) if stages > 1 else 1,
+        _chunks(row, notes) if stages > 1 else 1, cp, "not balanced" not in notes,
     )  # fmt: skip
 
 
@@ -160,7 +164,7 @@ def _chunks(row: Row, notes: str) -> int:
 def _inexpressible(row: Row) -> str:
     model, dtype = _model(row), row["dtype"].lower()
     checks = (
-        (whole(row, "cp", 1) > 1, "context parallel"),
+        (whole(row, "cp", 1) > 1 and "ring" not in row["notes"], "context parallel"),
         (whole(row, "ep", 1) > 1 or bool(re.search(r"mixtral|moe|-a\d+b|deepseek|dbrx|\dx\d+b", model)), "experts"),
         (bool(re.search(r"mxfp|nvfp|fp4", dtype)), "8 bit with scales of blocks, or less"),
         (bool(re.search(r"fp8|float8", dtype)) and whole(row, "tp", 1) > 1, "8 bit with tensor parallelism"),
@@ -280,7 +284,7 @@ def _completed(row: Row) -> Row:
     sizes = next((sizes for pattern, sizes in _SIZES.items() if re.match(rf"{pattern}\b", _model(row))), None)
     if sizes and not any(whole(row, name) for name in _SIZE_COLUMNS[:3]):
         made |= dict(zip(_SIZE_COLUMNS, map(str, sizes), strict=True))
-    split = (whole(row, "tp", 1) or 1) * (whole(row, "pp", 1) or 1)
+    split = prod(whole(row, name, 1) or 1 for name in ("tp", "pp", "cp"))
     parts = max(whole(row, "n_gpus") // split, 1) * (whole(row, "grad_accum") or 1)
     micro, rest = divmod(whole(row, "global_batch"), parts)
     if not whole(row, "micro_batch") and micro and not rest:

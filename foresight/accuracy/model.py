@@ -234,13 +234,15 @@ def _is_recomputed(node: Node) -> bool:
 
 
 def strategies(run: Run) -> list[Any]:
-    """Data parallelism as the run has it, and tensor parallelism of its layers."""
+    """Data parallelism as the run has it, ranks that share sequences, and tensor parallelism of its layers."""
     made: list[Any] = []
     if run.replicate * run.shard > 1:
         axes = tuple(axis for axis, ranks in (("rep", run.replicate), ("dp", run.shard)) if ranks > 1)
         again = run.stack.regathers if run.style == "full" else None
         kind = "hybrid" if run.style == "full" and len(axes) == 2 else {"full": "fully_shard"}.get(run.style, run.style)
         made.append(ws.DataParallel(kind, axis=axes, reshard_after_forward=again))
+    if run.cp > 1:
+        made.append(ws.ContextParallel(method="ring", balance=run.balanced))
     if run.tp > 1:
         last: Any = RowwiseParallel(output_layouts=Shard(1)) if run.sequence else "rowwise"
         joint = run.stack.joint_qkv and run.kv_heads == run.heads
@@ -264,5 +266,5 @@ def strategies(run: Run) -> list[Any]:
 
 def mesh(run: Run) -> str:
     """Axes and sizes; those of one rank are left out."""
-    sizes = {"pp": run.stages, "rep": run.replicate, "dp": run.shard, "tp": run.tp}
+    sizes = {"pp": run.stages, "rep": run.replicate, "dp": run.shard, "cp": run.cp, "tp": run.tp}
     return ",".join(f"{axis}={ranks}" for axis, ranks in sizes.items() if ranks > 1) or "dp=1"

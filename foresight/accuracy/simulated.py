@@ -237,7 +237,7 @@ def _program(shape: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
 
 @cache
 def _planned(run: Run, hardware: ws.Hardware, layers: int) -> ws.LocalGraph:
-    graph = _captured(replace(run, replicate=1, shard=1, tp=1, style="", sequence=False), layers)
+    graph = _captured(replace(run, replicate=1, shard=1, cp=1, tp=1, balanced=True, style="", sequence=False), layers)
     made = model.strategies(run)
     plan = ws.plan(graph, model.mesh(run), made or ws.DataParallel("replicate"), hardware=hardware)
     return ws.partition(graph, plan)

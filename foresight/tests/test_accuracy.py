@@ -30,6 +30,7 @@ from wholestep_foresight.calibration import TimeSample, fit_curve
 
 MIB = 1 << 20
 NEVER_FITTED = Path(__file__).parents[1] / "accuracy" / "never_fitted.csv"
+LONG = NEVER_FITTED.with_name("long_sequences.csv")
 RUN = {
     "source_id": "made", "hw": "A100 80GB", "n_gpus": "16", "gpus_per_node": "8", "model": "Llama2-7B",
     "n_layers": "32", "d_model": "4096", "n_heads": "32", "n_kv_heads": "32", "d_ff": "11008", "vocab": "32000",
@@ -139,6 +140,22 @@ def test_what_cannot_be_expressed_is_counted(changed: dict[str, str], reason: st
     assert found == []
     assert [one.reason for one in left] == [reason, "no preset for this hardware"]
     assert left_out("left", left).rows[0][2] == "1"
+
+
+@pytest.mark.parametrize(("cp", "notes"), [("2", "a ring"), ("8", "a ring; not balanced")])
+def test_published_runs_whose_ranks_share_sequences(cp: str, notes: str) -> None:
+    """Llama-3.1-8B in float8, 32,768 tokens a rank, within a fifth from the data sheet; a balanced ring is faster."""
+    (row,) = (row for row in rows(LONG, config.COLUMNS) if (row["cp"], row["notes"]) == (cp, notes))
+    run, hardware = config.read(row), hardware_of(row["hw"])
+    assert isinstance(run, config.Run)
+    assert hardware is not None
+    assert (run.cp, run.shard, run.length, run.step_s) == (int(cp), 8 // int(cp), 32768 * int(cp), pytest.approx(
+        32768 / float(row["tokens_per_s_per_gpu"])))  # fmt: skip
+    predicted = simulated.step_s(run, hardware)
+    assert run.step_s is not None
+    assert abs(predicted / run.step_s - 1) < 0.2
+    if not run.balanced:
+        assert simulated.step_s(replace(run, balanced=True), hardware) < 0.7 * predicted
 
 
 def test_a_host_that_waits_before_each_pass_takes_longer() -> None:
