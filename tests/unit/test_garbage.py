@@ -12,7 +12,7 @@ from torch import nn
 
 import wholestep as ws
 from wholestep.distributed.activity import ACTIVITY
-from wholestep.graph.gc_control import collected_after, existing_objects_frozen
+from wholestep.graph.gc_control import FROZEN, collected_after, existing_objects_frozen
 
 
 class Cycle:
@@ -26,6 +26,7 @@ class Cycle:
 def collector() -> Generator[None]:
     gc.collect()
     gc.enable()
+    FROZEN.clear()
     yield
     gc.enable()
 
@@ -59,6 +60,18 @@ def test_objects_from_before_are_left_alone_where_none_can_be_garbage_of_a_compi
     gc.collect()
     assert old() is None
     gc.freeze()  # as all tests find it
+
+
+def test_a_process_that_freezes_objects_keeps_them_frozen(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[None] = []
+    assert gc.get_freeze_count()
+    count = gc.get_freeze_count
+    monkeypatch.setattr(gc, "get_freeze_count", lambda: (counted.append(None), count())[1])
+    for _ in range(3):
+        with collected_after(lambda: True), existing_objects_frozen():
+            pass
+    assert len(counted) == 1, "each count is a walk over all objects"
+    assert count()
 
 
 def test_a_compile_goes_through_old_objects_where_programs_were_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

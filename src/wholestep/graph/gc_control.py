@@ -11,6 +11,8 @@ from contextvars import ContextVar
 
 _MANY = 100  # collections of young objects, after which Python (3.11 to 3.13) looks at old ones
 _enabled = ContextVar("_enabled", default=False)
+FROZEN: list[str] = []
+"""Who has frozen objects, once it is known: to count them is a walk over all."""
 
 
 def is_enabled(original: Callable[[], bool]) -> bool:
@@ -51,14 +53,19 @@ def collected_after(new_only: Callable[[], bool] | None = None) -> Generator[Non
 @contextmanager
 def existing_objects_frozen(collects: bool = True) -> Generator[None]:
     """Exclude existing objects from garbage collection inside this context or decorated function. If it `collects`, in
-    a pause too: discarded graphs of a search are freed without a walk over the others. Nested uses have no effect.
+    a pause too: discarded graphs of a search are freed without a walk over the others. Nested uses have no effect, and
+    none has one in a process that freezes objects itself.
     """
     with ExitStack() as at_end:
-        if not gc.get_freeze_count():
+        if not FROZEN and gc.get_freeze_count():
+            FROZEN.append("by the process")
+        if not FROZEN:
             if _enabled.get() or gc.isenabled():
                 gc.collect(1)  # later they are all old: young garbage would stay for long
             gc.freeze()
+            FROZEN.append("here")
             at_end.callback(gc.unfreeze)
+            at_end.callback(FROZEN.clear)
         if collects and _enabled.get() and not gc.isenabled():
             gc.enable()
             at_end.callback(gc.disable)
