@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from .checkpoint_command import checkpoint
-from .plan_command import diff, plan
+from .plan_command import plan
 from .simulate_command import simulate
 from .target import loaded, refuse
 
@@ -19,7 +19,6 @@ app = typer.Typer(
 )
 app.command()(loaded(plan))
 app.command()(loaded(simulate))
-app.command()(loaded(diff))
 app.command()(loaded(checkpoint))
 _PLUGINS = entry_points(group="wholestep.commands")
 for entry in _PLUGINS:  # groups of typer, of installed packages

@@ -1,6 +1,4 @@
-"""`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device; and
-`wholestep diff`: those that differ between two plans.
-"""
+"""`wholestep plan`: layouts of all tensors of a step on a mesh, and the reasons, without process group or device."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -118,15 +116,3 @@ def _check_effects(compare: bool, single: dict[str, Any], auto: bool, step: Shar
         refuse(f"--{about_one[0]} with --compare: it applies to one plan, the table shows all")
     if auto and (compare or step.style):
         refuse(f"--{'compare' if compare else 'style'} with --auto: needed one of them")
-
-
-def diff(
-    before: Annotated[Path, typer.Argument(metavar="A.json", help="A plan, of `wholestep plan --json`.")],
-    after: Annotated[Path, typer.Argument(metavar="B.json", help="Another.")],
-) -> None:
-    """Show storage layouts and bytes of a rank that differ between two plans."""
-    from wholestep.plan.plan import Plan
-
-    with working():
-        text = str(Plan.load(before).diff(Plan.load(after)))
-    typer.echo(text)

@@ -1,4 +1,4 @@
-"""The work of `wholestep plan`, `simulate` and `diff` once their options are parsed: capture, choose, show."""
+"""The work of `wholestep plan` and `simulate` once their options are parsed: capture, choose, show."""
 
 from __future__ import annotations
 

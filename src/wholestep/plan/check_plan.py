@@ -13,10 +13,11 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Role, TrainGraph
+from ..graph.graph import Input, Role, TrainGraph
 from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
+from ..graph.text import short_dtype
 from ..layout import REPLICATED, VARIES, AxisState, Layout
 from ..mesh import TIME, Mesh
 from ..rules.find_rule import call_kind, find_rule
@@ -42,6 +43,33 @@ def check_plan(plan: Plan, graph: TrainGraph) -> TrainGraph:
     decomposed = plan.decomposed_graph(graph)
     _Check(plan, plan.mesh).run(decomposed)
     return decomposed
+
+
+def refuse_other_parameters(plan: Plan, step_plan: Plan) -> None:
+    """Raise PlanError naming the parameters that differ between `plan` and `step_plan`, the plan of this step."""
+    if (plan.mixed_precision, plan.offload) != (step_plan.mixed_precision, step_plan.offload):
+        raise PlanError(
+            f"the plan was made with {plan.mixed_precision}, offload {plan.offload}; this step has "
+            f"{step_plan.mixed_precision}, offload {step_plan.offload}",
+            "the same mixed_precision= and offload= in compile as in the capture that was planned",
+            "pass compile the options of the plan, or plan this step again",
+        )
+    expected, present = _params(plan), _params(step_plan)
+    differing = [name for name in {**expected, **present} if expected.get(name) != present.get(name)]
+    if differing:
+        both = [(n, expected.get(n, "absent"), present.get(n, "absent")) for n in differing[:4]]
+        layouts = "; ".join(f"{name}: {planned} in the plan, {actual} here" for name, planned, actual in both)
+        tail = f" (and {len(differing) - 4} more)" if len(differing) > 4 else ""
+        problem = f"the plan does not fit this step: {layouts}{tail}"
+        raise PlanError(problem, "the parameters of the plan, in its layouts", "plan this step again")
+
+
+def _params(plan: Plan) -> Mapping[str, str]:
+    return {i.name: _layout(plan, i) for i in plan.inputs if i.role is Role.PARAM}
+
+
+def _layout(plan: Plan, spec: Input) -> str:
+    return f"{short_dtype(spec.meta.dtype)}[{plan.storage[spec.name].show(spec.meta.shape)}]"
 
 
 @dataclass

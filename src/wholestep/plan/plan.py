@@ -22,7 +22,6 @@ from . import explain as explanations
 from .decision import Decision, Objective, Options
 from .for_pieces import for_pieces
 from .owned_updates import with_updates_by_owner
-from .plan_diff import Difference, diff
 from .plan_file import decode, encode
 from .plan_form import check_form
 from .plan_table import plan_html, plan_line, show_plan
@@ -208,10 +207,6 @@ class Plan:
             ) from error
         except PlanError as error:
             raise PlanError(f"{path}: {error.found}", error.needed, error.next_step) from error
-
-    def diff(self, other: Plan) -> Difference:
-        """Layouts and bytes of a rank that differ in `other`."""
-        return diff(self, other)
 
     @staticmethod
     def from_json(text: str) -> Plan:
