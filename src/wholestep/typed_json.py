@@ -82,6 +82,8 @@ def read(kind: Any, value: Any, at: str = "", readers: Readers = _NO_READERS) ->
     """A JSON value as the type `kind`: an object as a dataclass or a mapping; a list as a tuple, or as a dataclass
     whose fields it holds in order. Raises MalformedError.
     """
+    if kind is Any:
+        return value
     if kind in readers:
         return readers[kind](value, at)
     origin, args = get_origin(kind), get_args(kind)

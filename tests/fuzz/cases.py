@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,10 +26,11 @@ import wholestep as ws
 from tests.simulate import Simulation
 from tests.steps import mean_square
 from wholestep.cache import step_cache
-from wholestep.cache.choices import AutoChoice, Choices
 from wholestep.cache.key import Key
 from wholestep.capture.capture import Capture, capture_step
 from wholestep.cli import app
+from wholestep.distributed.rendezvous import Rendezvous
+from wholestep.distributed.typed_messages import plain
 from wholestep.errors import shown
 from wholestep.graph.graph import Role
 from wholestep.hardware.curves import CollectiveCost, Curve, Regime
@@ -36,12 +38,16 @@ from wholestep.hardware.device import Ceiling, Device, MeasuredDevice, Tile
 from wholestep.hardware.hardware import Level
 from wholestep.hardware.hardware_file import to_json
 from wholestep.layout import AxisState
-from wholestep.passes.fit_memory import FitMemory, Fitting
+from wholestep.passes.context import Choice, Fitting
+from wholestep.passes.fit_memory import FITTING, FitMemory
 from wholestep.passes.reinplace import Reinplace
 from wholestep.plan.decision import Decision
+from wholestep.plan.strategies import Strategies
 from wholestep.rules.registry import RULES, SAMPLES
-from wholestep.runtime.choose_strategy import strategies_of
+from wholestep.runtime.choose_strategy import AUTO, AutoChoice, strategies_in, strategies_of, text_of
 from wholestep.runtime.compile_options import CompileOptions
+from wholestep.runtime.compiler import PLAN
+from wholestep.runtime.finalize import HARDWARE
 from wholestep.typed_json import MalformedError, parse
 from wholestep.units import parse_bytes
 
@@ -118,7 +124,7 @@ def plan_files(draw: Draw) -> Case:
 def used(plan: ws.Plan) -> None:
     """Everything that is asked of a plan."""
     assert ws.Plan.from_json(plan.to_json()) == plan
-    str(plan), repr(plan), plan._repr_html_(), str(plan.diff(plans()[0])), plan.stored_bytes()
+    str(plan), repr(plan), plan._repr_html_(), plan.stored_bytes()
     for name in [*list(plan.storage)[:2], *list(plan.decisions)[:2]]:
         plan.explain(name)
     run = ws.partition(graph(), plan)
@@ -241,21 +247,25 @@ def _loaded(text: str) -> ws.Hardware:
 
 
 @cache
-def _choices() -> Choices:
+def _decided() -> tuple[tuple[Choice[Any], Any], ...]:
+    """Decisions of each kind that is kept."""
     plan = plans()[2]
     assert plan.objective is not None
     solved = ws.plan(graph(), "dp=2,tp=2", [ws.DataParallel(axis="dp"), ws.TensorParallel("auto")]).strategies
-    auto = AutoChoice(plan.objective, None, solved, ("a note",))
-    return Choices(ws.Hardware.preset("loopback"), auto, solved, Fitting(1, ("relu",)), "fitted")
+    assert solved is not None
+    text = text_of(solved, solved)
+    auto = AutoChoice(plan.objective, text, ("a note",))
+    return (HARDWARE, ws.Hardware.preset("loopback")), (AUTO, auto), (PLAN, text), (FITTING, Fitting(1, ("relu",)))
 
 
-KEY = Key({"mesh": "x", "options": "y"})
+OPTIONS = {"mesh": "x", "options": "y"}
+KEY = Key.of(OPTIONS)
 
 
 @kind(quick=25, full=700)
 def cache_files(draw: Draw) -> Case:
     """Changed on disk, or sealed again with a right checksum, and then used where it is found."""
-    body = {"key": dict(KEY.parts), "choices": _choices().to_json()}
+    body = {"key": dict(KEY.parts), "choices": {c.name: ["", plain(decision)] for c, decision in _decided()}}
     text = mutated_json(draw, body)
     with suppress(MalformedError):
         changed = parse(text)
@@ -268,14 +278,19 @@ def cache_files(draw: Draw) -> Case:
         folder = Path("cache")
         folder.mkdir()
         step_cache.path_of(folder, KEY).write_text(text, errors="surrogatepass")
-        event, choices, _ = step_cache.StepCache(folder, lambda *_: None).find(KEY)
-        assert event == "hit" or choices == Choices()
-        if choices.auto is not None:
-            strategies_of(choices.auto, ws.Auto(), ws.Mesh("dp=2,tp=2"))
-        if choices.solved is not None:
-            ws.plan(graph(), "dp=2,tp=2", list(choices.solved.parts))
-        if choices.fitting is not None:
-            FitMemory(1 << 30, after=ws.default_passes()).applied(local(), choices.fitting)
+        cache = step_cache.StepCache(folder, lambda *_: None)
+        kept = step_cache.KeptChoices(Rendezvous(None, 0, 1, 1.0), cache, lambda: OPTIONS, "first")
+        with warnings.catch_warnings(action="ignore"):  # that it cannot be read
+            event, choices, _ = cache.find(KEY)
+            decided = {choice.name: kept.of(choice) for choice, _ in _decided()}
+        assert event == "hit" or not choices
+        if auto := decided[AUTO.name]:
+            strategies_of(auto, ws.Auto(), ws.Mesh("dp=2,tp=2"))
+        if parts := decided[PLAN.name]:
+            base = Strategies((ws.DataParallel(axis="dp"), ws.TensorParallel("auto")))
+            ws.plan(graph(), "dp=2,tp=2", list(strategies_in(parts, base).parts))
+        if fitting := decided[FITTING.name]:
+            FitMemory(1 << 30, after=ws.default_passes()).applied(local(), fitting)
 
     return text, call
 
@@ -544,7 +559,11 @@ def _doors() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
         "Plan.save": (plans()[0].save, {"path": "/proc/nowhere/plan.json"}),
         "Plan.explain": (plans()[0].explain, {"name": "0.weight"}),
         "Plan.stored_bytes": (plans()[0].stored_bytes, {"role": "param"}),
-        "Plan.diff": (plans()[0].diff, {"other": plans()[0]}),
+        "Stored": (ws.Stored, {"param": plans()[0].storage["0.weight"], "state": plans()[0].storage["0.weight"]}),
+        "BatchCut": (ws.BatchCut, {"dim": 0, "axes": ("dp",)}),
+        "AxisState": (ws.AxisState, {"kind": "S", "dim": 1}),
+        "Pins": (ws.Pins, {"results": {"mm": {"tp": AxisState("S", 1)}}}),
+        "stage_order": (ws.stage_order, {"name": "of the fuzz test"}),
         "Hardware.load": (ws.Hardware.load, {"path": "nowhere.json"}),
         "Hardware.preset": (ws.Hardware.preset, {"name": "dgx-h100"}),
         "whole": (_whole, {"model": model}),
@@ -603,11 +622,10 @@ COMMANDS = (
     ["plan", "step.py:build", "--mesh", "dp=2", "--compare", "--json", "out.json"],
     ["plan", "--hf", "config", "--batch", "1", "--seq", "8", "--layers", "1", "--mesh", "dp=2"],
     ["simulate", "step.py:build", "--mesh", "dp=2", "--hardware", "loopback", "--trace", "trace.json"],
-    ["diff", "a.json", "b.json"],
 )
 WORDS = (
     "", "-1", "0", "x", "dp", "dp=3", "=", ":", ",", "--mesh", "--help", "auto", "model", "zero2", "1e9", "nan",
-    "9" * 5000, "a" * 5000, "step.py", "step.py:number", "step.py:nothing", "a.json", "hardware.json", "config",
+    "9" * 5000, "a" * 5000, "step.py", "step.py:number", "step.py:nothing", "hardware.json", "config",
     "\ud800", "\0", "é",
 )  # fmt: skip
 CONFIG = {
@@ -628,9 +646,8 @@ def command(draw: Draw) -> Case:
             args[at] = mutated_text(draw, args[at], ("=", ":", ","))[:5000]
         else:
             args[at:] = args[at + 1 :] if how == "drop" else [args[at], *args[at:]]
-    plan = mutated_json(draw, draw(st.sampled_from(documents()))) if "diff" in args else ""
     machine = mutated_json(draw, json.loads(_saved(ws.Hardware.preset("loopback")))) if "hardware.json" in args else ""
-    files = {"step.py": STEP, "a.json": plan, "b.json": plans()[0].to_json(), "hardware.json": machine}
+    files = {"step.py": STEP, "hardware.json": machine}
     return shown(args), lambda: _invoke(args, files)
 
 

@@ -30,7 +30,9 @@ from tests.steps import mean_square as train_step
 from wholestep.cache import step_cache
 from wholestep.cache.key import digest
 from wholestep.cli import app
+from wholestep.distributed.typed_messages import of_plain, plain
 from wholestep.hardware.hardware_file import to_json
+from wholestep.typed_json import MalformedError
 
 SECONDS = 20.0
 MORE_BYTES = 2 << 30  # of memory that an attempt may take beside what the process has
@@ -189,7 +191,10 @@ def cached(path: Path) -> object:
     event, choices, warning = step_cache.StepCache(path.parent, lambda *_: None).find(key)
     if warning:
         raise ws.CacheError(warning)
-    return event, choices
+    try:
+        return event, {name: of_plain(ws.Hardware, value, name) for name, (_, value) in choices.items()}
+    except MalformedError as error:
+        raise ws.CacheError(str(error)) from error
 
 
 def good(kind: str) -> str:
@@ -197,7 +202,10 @@ def good(kind: str) -> str:
     if kind == "hardware":
         return json.dumps(to_json(ws.Hardware.preset("dgx-h100")))
     if kind == "cache":
-        body = {"key": dict(step_cache.Key.of({"graph": "x"}).parts), "choices": step_cache.Choices().to_json()}
+        body = {
+            "key": dict(step_cache.Key.of({"graph": "x"}).parts),
+            "choices": {"hardware": ["", plain(ws.Hardware.preset("loopback"))]},
+        }
         return json.dumps({"format": step_cache.FORMAT, "version": step_cache.VERSION, "sum": sum_of(body), **body})
     model = nn.Linear(4, 4)
     graph = ws.capture(train_step, model, torch.optim.AdamW(model.parameters()), torch.randn(8, 4))

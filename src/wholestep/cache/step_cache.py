@@ -11,24 +11,30 @@ import os
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from ..distributed.rendezvous import Rendezvous
-from ..distributed.typed_messages import reading
+from ..distributed.typed_messages import of_plain, plain
 from ..errors import CacheError, shown
-from ..graph.graph import LocalGraph
-from ..passes.context import Fitting
+from ..passes.context import Choice
 from ..tuning import TUNING
 from ..typed_json import MalformedError, parse
-from .choices import Choices
 from .key import Key, UnknownValueError, digest
 
-FORMAT, VERSION = "wholestep.choices", 6
+T = TypeVar("T")
+Entry = tuple[str, Any]
+"""A fingerprint of the program that a decision is for, or "", and the decision as JSON values."""
+Kept = Mapping[str, Entry]
+"""Decisions by the name of their choice. None is a program: each start captures, plans and partitions, so a wrong one
+makes a step slow, and not wrong.
+"""
+_Message = tuple[str, Kept, str]
+FORMAT, VERSION = "wholestep.choices", 7
 ENDING = ".choices.json"
 MOST_FILES = TUNING.cached_files
-_HIT = "hit"
+_HIT, _UNREADABLE = "hit", "miss: the entry cannot be read"
 
 
 class DamagedError(Exception):
@@ -40,8 +46,8 @@ def path_of(folder: Path, key: Key) -> Path:
     return folder / f"{key.text}{ENDING}"
 
 
-def read(folder: Path, key: Key) -> Choices | None:
-    """The choices that are kept under a key; None where there is no file. Raises DamagedError, OSError."""
+def read(folder: Path, key: Key) -> Kept | None:
+    """What is kept under a key; None where there is no file. Raises DamagedError, OSError."""
     try:
         data = path_of(folder, key).read_bytes()
     except FileNotFoundError:
@@ -50,14 +56,14 @@ def read(folder: Path, key: Key) -> Choices | None:
     if body["key"] != dict(key.parts):
         raise DamagedError("is the entry of another key")
     try:
-        return Choices.from_json(body["choices"])
+        return of_plain(Kept, body["choices"], "choices")
     except MalformedError as error:
         raise DamagedError(f"cannot be read ({error})") from error
 
 
-def write(folder: Path, key: Key, choices: Choices) -> None:
+def write(folder: Path, key: Key, choices: Kept) -> None:
     """Put an entry into the folder as one act; the oldest go where there are many. Raises OSError."""
-    body = {"key": dict(key.parts), "choices": choices.to_json()}
+    body = {"key": dict(key.parts), "choices": choices}
     entry = {"format": FORMAT, "version": VERSION, "sum": sum_of(body), **body}
     folder.mkdir(parents=True, exist_ok=True)
     handle, aside = tempfile.mkstemp(dir=folder, prefix=f".{key.text[:8]}-", suffix=".tmp")
@@ -153,21 +159,21 @@ class StepCache:
         del self.log[: -TUNING.kept_log]
         self.report(f"cache: {text}", "done")
 
-    def find(self, key: Key) -> tuple[str, Choices, str]:
-        """The event to log, the choices of an earlier start (empty without an entry), and a warning."""
+    def find(self, key: Key) -> tuple[str, Kept, str]:
+        """The event to log, what an earlier start chose (empty without an entry), and a warning."""
         try:
             choices = read(self.folder, key)
         except DamagedError as error:
             path = path_of(self.folder, key)
             warning = f"compile cache: {path} {error}: it is not used, and written again"
-            return "miss: the entry cannot be read", Choices(), warning
+            return _UNREADABLE, {}, warning
         except OSError as error:
-            return f"miss: the entry cannot be read: {error}", Choices(), ""
+            return f"{_UNREADABLE}: {error}", {}, ""
         if choices is not None:
             return _HIT, choices, ""
         *earlier, last = nearest(self.folder, key) or [""]
         names = f"{', '.join(earlier)} and {last}" if earlier else last
-        return f"miss: other {names}" if names else "miss: no entry", Choices(), ""
+        return f"miss: other {names}" if names else "miss: no entry", {}, ""
 
     def warn(self, text: str) -> None:
         """Once for each text."""
@@ -177,9 +183,9 @@ class StepCache:
 
 
 @dataclass
-class CachedChoices:
-    """The choices of one compile. `earlier` are those of an earlier start of the same step, `now` those of this one.
-    Without `cache`, nothing is looked up.
+class KeptChoices:
+    """What is decided in one compile, of choices that are `kept`. `earlier`: in an earlier start of the same step.
+    Without `cache`, there is none.
 
     All ranks call `look_up` at the same point, before they measure or search: the first rank reads the entry.
     """
@@ -188,8 +194,8 @@ class CachedChoices:
     cache: StepCache | None
     values: Callable[[], Mapping[str, object]]
     label: str
-    earlier: Choices = field(default_factory=Choices)
-    now: Choices = field(default_factory=Choices)
+    earlier: Kept = field(default_factory=dict[str, Entry])
+    now: dict[str, Entry] = field(default_factory=dict[str, Entry])
     _looked: bool = False
     _key: Key | None = None
 
@@ -198,42 +204,39 @@ class CachedChoices:
         if self.cache is None or self._looked:
             return
         self._looked = True
-        event = warning = ""
-        if self.rendezvous.rank == 0:
-            event, self.earlier, warning = self._find(self.cache)
-        label, what = f"{self.label}/choices", "what an earlier start chose (cache=)"
-        message = event, json.dumps(self.earlier.to_json())
-        event, text = self.rendezvous.broadcast(label, message, what, tuple[str, str])
-        with reading(label):
-            self.earlier = Choices.from_json(parse(text))
+        message = self._find(self.cache) if self.rendezvous.rank == 0 else None
+        what = "what an earlier start chose (cache=)"
+        event, self.earlier, warning = self.rendezvous.broadcast(f"{self.label}/choices", message, what, _Message)
         self.cache.tell("from rank 0" if event == _HIT and self.rendezvous.rank != 0 else event)
-        self.cache.warn(warning)
+        self.cache.warn(warning if self.rendezvous.rank == 0 else "")
 
-    def _find(self, cache: StepCache) -> tuple[str, Choices, str]:
+    def _find(self, cache: StepCache) -> tuple[str, Kept, str]:
         try:
             self._key = Key.of(self.values())
         except UnknownValueError as error:
-            return f"off: {error}", Choices(), f"nothing of this step is kept in the compile cache: {error}"
+            return f"off: {error}", {}, f"nothing of this step is kept in the compile cache: {error}"
         return cache.find(self._key)
 
-    def note(self, **chosen: Any) -> None:
-        """Remember fields of `Choices` for a later start."""
-        self.now = replace(self.now, **chosen)
-
-    def fitting_for(self, local: LocalGraph, choose: Callable[[], Fitting]) -> Callable[[], Fitting]:
-        """`choose`, or what says how an earlier start fitted this program into its budget. Looks up."""
+    def of(self, choice: Choice[T], about: str = "") -> T | None:
+        """What an earlier start decided on a choice for the program `about`, or None. Looks up."""
         self.look_up()
-        earlier = self.earlier.fitting
-        if earlier is not None and self.earlier.fitted == digest([str(local)]):
-            return lambda: earlier
-        if earlier is not None and self.cache is not None:
-            self.cache.tell("miss: the tensors to rematerialize were chosen for another program")
-        return choose
+        if self.cache is None or choice.name not in self.earlier:
+            return None
+        program, value = self.earlier[choice.name]
+        if program != about:
+            return self.cache.tell(f"miss: {choice.what} was chosen for another program")
+        try:
+            return of_plain(choice.kind, value, choice.name)
+        except MalformedError as error:
+            where = path_of(self.cache.folder, self._key) if self._key is not None else "the entry of the first rank"
+            self.cache.tell(_UNREADABLE)
+            text = f"compile cache: {where} cannot be read ({error})"
+            return self.cache.warn(f"{text}: it is not used, and written again")
 
-    def note_fitting(self, local: LocalGraph, fitting: Fitting) -> None:
-        """Remember how `local` is fitted into its budget."""
+    def note(self, choice: Choice[T], decision: T, about: str = "") -> None:
+        """Remember a decision, for the program `about`, for a later start."""
         if self.cache is not None:
-            self.note(fitting=fitting, fitted=digest([str(local)]))
+            self.now[choice.name] = about, plain(decision)
 
     def store(self) -> None:
         """Write what was chosen, where an earlier start chose something else, or there was none."""
@@ -241,7 +244,7 @@ class CachedChoices:
             return
         if not self._looked:
             self.cache.tell("nothing to choose")
-        elif self._key is not None and self.now.to_json() != self.earlier.to_json():
+        elif self._key is not None and self.now != self.earlier:
             try:
                 write(self.cache.folder, self._key, self.now)
             except OSError as error:

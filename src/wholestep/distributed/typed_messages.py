@@ -27,7 +27,7 @@ _CHECK_BYTES = 16
 
 def encode(key: str, value: object) -> bytes:
     """A message for `key`. Raises PlanError: the value is not of numbers, text, bytes, collections and dataclasses."""
-    text = zlib.compress(json.dumps(_plain(value), separators=(",", ":")).encode(), 1)
+    text = zlib.compress(json.dumps(plain(value), separators=(",", ":")).encode(), 1)
     return _checksum(key, text) + text
 
 
@@ -37,7 +37,12 @@ def decode(key: str, data: bytes, kind: Any) -> Any:
     if _checksum(key, text) != data[:_CHECK_BYTES]:
         raise malformed(key, f"{len(data):,} bytes that no rank wrote")
     with reading(key):
-        return read(kind, parse(_inflated(key, text)), "the message", _READERS)
+        return of_plain(kind, parse(_inflated(key, text)), "the message")
+
+
+def of_plain(kind: Any, value: Any, name: str) -> Any:
+    """The value of `plain` as the type `kind`. Raises MalformedError, which calls it `name`."""
+    return read(kind, value, name, _READERS)
 
 
 def _inflated(key: str, text: bytes) -> bytes:
@@ -71,8 +76,8 @@ def _checksum(key: str, text: bytes) -> bytes:
     return hashlib.sha256(f"wholestep {len(key)} {key} ".encode() + text).digest()[:_CHECK_BYTES]
 
 
-def _plain(value: Any) -> Any:
-    """JSON values; of a mapping whose keys are no texts, a list of pairs."""
+def plain(value: Any) -> Any:
+    """JSON values; of a mapping whose keys are no texts, a list of pairs. Raises PlanError as `encode` does."""
     if isinstance(value, Enum):
         return value.value
     if value is None or isinstance(value, (str, int, float)):
@@ -82,13 +87,13 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, Mapping):
-        items = [(key, _plain(element)) for key, element in cast(Mapping[Any, Any], value).items()]
+        items = [(key, plain(element)) for key, element in cast(Mapping[Any, Any], value).items()]
         texts = all(isinstance(key, str) for key, _ in items)
-        return dict(items) if texts else [[_plain(key), element] for key, element in items]
+        return dict(items) if texts else [[plain(key), element] for key, element in items]
     if isinstance(value, (list, tuple)):
-        return [_plain(element) for element in cast(list[Any], value)]
+        return [plain(element) for element in cast(list[Any], value)]
     if is_dataclass(value) and not isinstance(value, type):
-        return {element.name: _plain(getattr(value, element.name)) for element in fields(value)}
+        return {element.name: plain(getattr(value, element.name)) for element in fields(value)}
     raise PlanError(f"ranks cannot tell each other {shown(value)}", "numbers, text, and collections of these")
 
 

@@ -34,13 +34,14 @@ class Choice(Generic[T]):
     """Something that may differ between ranks and changes no number: `what` it says, of the type `kind`.
 
     `combine` makes the decision of the first rank's proposal and those of all ranks; without it, that of the first rank
-    is taken, and no other rank makes one.
+    is taken, and no other rank makes one. What is `kept` is taken by a later start (the compile cache).
     """
 
     name: str
     what: str
     kind: Any
     combine: Callable[[T, Sequence[T]], T] | None = None
+    kept: bool = False
 
 
 Decide = Callable[[Choice[Any], Callable[[], Any], LocalGraph], Any]

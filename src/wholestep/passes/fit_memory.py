@@ -22,7 +22,7 @@ from .recompute import Peak, PeakWith, budget_error, choose, fitted
 from .remat_frontier import RematChoice
 from .saved_values import SavedValues
 
-FITTING: Choice[Fitting] = Choice("memory", "what it rematerializes", Fitting)
+FITTING: Choice[Fitting] = Choice("memory", "what it rematerializes", Fitting, kept=True)
 FITTING_OF_STAGE: Choice[Fitting] = Choice(
     "memory", FITTING.what, Fitting, lambda first, fits: replace(first, way=max(fit.way for fit in fits))
 )

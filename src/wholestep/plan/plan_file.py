@@ -145,31 +145,34 @@ def _input(value: Any, at: str) -> Input:
 # -- strategies --------------------------------------------------------------------------------------------
 def encode_strategies(strategies: Strategies | None) -> list[Any] | None:
     """One value for each strategy; None if one is a user's, has a function as its style, or is solved for in a plan."""
-    parts = encode_parts(strategies) if strategies else []
+    parts = encode_parts(strategies, Strategies(())) if strategies else []
     return None if not parts or None in parts else parts
 
 
-def encode_parts(strategies: Strategies) -> list[dict[str, Any] | None]:
-    """Each strategy as a JSON value; None for one that has no form as text (`encode_strategies`)."""
+def encode_parts(strategies: Strategies, base: Strategies) -> list[dict[str, Any] | int | None]:
+    """Each strategy as a JSON value. What has no form as text (`encode_strategies`) is the number of the part of `base`
+    that it is, or None.
+    """
     styled = strategies.changed(TensorParallel, lambda p: p if p.is_open else replace(p, plan=dict(p.styles())))
     unnamed = [part for part in strategies.parts if not isinstance(getattr(part, "style", ""), str)]
     return [
-        None if type(part) not in _STRATEGIES.values() or part in unnamed or part in strategies.open_parts
+        (base.parts.index(part) if part in base.parts else None)
+        if type(part) not in _STRATEGIES.values() or part in unnamed or part in strategies.open_parts
         else {"is": type(part).__name__, **_encoded(vars(text), {})}
         for part, text in zip(strategies.parts, styled.parts, strict=True)
     ]  # fmt: skip
 
 
-def decode_parts(values: Any, local: Strategies) -> Strategies:
-    """Inverse of `encode_parts`; what is the same, or has no form as text, is of `local`. Raises MalformedError."""
-    entries = as_list(values, "strategies")
-    here = [*zip(encode_parts(local), local.parts, strict=True)][: len(entries)]
-    here += [(None, None)] * (len(entries) - len(here))
-    parts = [
-        part if part is not None and value in (None, text) else _strategy(value, f"strategies[{i}]")
-        for i, (value, (text, part)) in enumerate(zip(entries, here, strict=True))
-    ]
-    return Strategies(tuple(parts))
+def decode_parts(values: Any, base: Strategies) -> Strategies:
+    """Inverse of `encode_parts`; what is the same as in `base` is of it. Raises MalformedError."""
+    forms = [(number, part) for number, part in enumerate(base.parts)]
+    forms += [(text, part) for text, part in zip(encode_parts(base, base), base.parts, strict=True)]
+    return Strategies(
+        tuple(
+            next((part for form, part in forms if form == value), None) or _strategy(value, f"strategies[{i}]")
+            for i, value in enumerate(as_list(values, "strategies"))
+        )
+    )
 
 
 def decode_strategies(values: Any, at: str = "strategies") -> Strategies:

@@ -4,36 +4,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from itertools import zip_longest
 
 from ..backend.default_passes import default_passes
-from ..cache.choices import AutoChoice
 from ..capture.capture import Capture
 from ..distributed.launch import World
-from ..distributed.typed_messages import reading
 from ..errors import PlanError
 from ..hardware.hardware import Hardware
 from ..mesh import Mesh
 from ..passes.base import Pass
 from ..passes.context import Choice
-from ..plan.data_parallel import DataParallel, PerParameterStorage
+from ..plan.data_parallel import DataParallel
 from ..plan.decision import Objective
-from ..plan.micro_batches import MicroBatches
 from ..plan.plan_file import decode_parts, encode_parts
-from ..plan.strategies import Strategies, compose
+from ..plan.strategies import Strategies
 from ..plan.tensor_parallel import SolvedLayouts, TensorParallel
 from ..planner.auto import Auto
 from ..planner.piece_search import PieceSearch
 from ..planner.search_result import explained
 from ..tuning import TUNING
-from ..typed_json import parse
+from ..typed_json import MalformedError, parse
 from .finalize import Finalizer
 from .placement import placed
 
-_DELETE = "delete the entry"
+_DELETE = "delete the entry of the compile cache"
 _STORES = {"style", "axis", "reshard_after_forward", "keep_gathered_bytes"}
+
+
+@dataclass(frozen=True)
+class AutoChoice:
+    """What `Auto` chose on the first rank: strategies as text (`text_of`), what they were chosen for, and why."""
+
+    objective: Objective
+    strategies: str
+    notes: tuple[str, ...] = ()
+
+
+AUTO: Choice[AutoChoice] = Choice("auto", "which plan it chose", AutoChoice, kept=True)
 
 
 def with_hardware(strategies: Strategies, hardware: Hardware) -> Strategies:
@@ -48,52 +56,40 @@ def choose_strategy(
     graph, world, choices, decisions = captured.graph, finalizer.world, finalizer.choices, finalizer.decisions
     choices.look_up()
     measured, schedule = finalizer.hardware_and_schedule()
-    chosen = choices.earlier.auto
+    chosen = choices.of(AUTO)
     if chosen is None:
         candidates = auto.candidates(world.mesh, same_batches=True)
         search_s = TUNING.search_seconds * len(graph.graph.nodes) * len(candidates)
         passes = default_passes(schedule=schedule, backend=finalizer.options.backend)
         search = partial(_chosen, auto, captured, world, measured, passes)
-        base, label = auto.base(world.mesh), decisions.label()
-        message = decisions.decide(_AUTO, label, lambda: _said(search(), base), extra_s=search_s)
-        chosen = _as_said(message, base, label)
-    choices.note(auto=chosen)
+        chosen = decisions.decide(AUTO, decisions.label(), search, extra_s=search_s)
+    choices.note(AUTO, chosen)
     return chosen, strategies_of(chosen, auto, world.mesh), auto.hardware or measured
 
 
 def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> Strategies:
-    """The solved strategies, or the strategies of the chosen candidate. Raises PlanError: a file names another."""
-    if chosen.solved is not None:
-        return same_numbers(chosen.solved, auto.base(mesh))
-    candidates, number = auto.candidates(mesh, same_batches=True), chosen.template
-    parts = candidates[number][1].strategies if number is not None and 0 <= number < len(candidates) else None
-    if not isinstance(parts, tuple):
-        problem = f"the compile cache names candidate {number} of Auto"
-        raise PlanError(problem, f"one of {len(candidates)} that can be planned", _DELETE)
-    return compose(parts)
+    """The strategies that were chosen. Raises PlanError: a file names others than `auto` would."""
+    return same_numbers(strategies_in(chosen.strategies, _known(auto, mesh)), auto.base(mesh))
 
 
-_Said = tuple[Objective, int | None, tuple[str, ...], str]
-_AUTO: Choice[_Said] = Choice("auto", "which plan it chose", _Said)
+def _known(auto: Auto | PieceSearch, mesh: Mesh) -> Strategies:
+    """All strategies of candidates, for those that have no form as text."""
+    parts = [template.strategies for _, template in auto.candidates(mesh, same_batches=True)]
+    return Strategies(tuple(part for known in parts if isinstance(known, tuple) for part in known))
 
 
-def _said(chosen: AutoChoice, base: Strategies) -> _Said:
-    """A choice for other ranks, strategies as text. Raises PlanError: one has none and is not of `base`."""
-    text = ""
-    if chosen.solved is not None:
-        parts = encode_parts(chosen.solved)
-        for part, value, base_part in zip_longest(chosen.solved.parts, parts, base.parts[: len(parts)]):
-            if value is None and part is not base_part:
-                problem = f"strategy {type(part).__name__} of what was chosen has no form as text"
-                raise PlanError(problem, "a strategy of wholestep, by which ranks tell it each other", "give parallel=")
-        text = json.dumps(parts)
-    return chosen.objective, chosen.template, chosen.notes, text
+def text_of(strategies: Strategies, base: Strategies) -> str:
+    """Strategies for other ranks and later starts; "" where one has no form as text, and is not of `base`."""
+    parts = encode_parts(strategies, base)
+    return "" if None in parts else json.dumps(parts)
 
 
-def _as_said(message: _Said, base: Strategies, label: str) -> AutoChoice:
-    objective, template, notes, text = message
-    with reading(label):
-        return AutoChoice(objective, template, decode_parts(parse(text), base) if text else None, notes)
+def strategies_in(text: str, base: Strategies) -> Strategies:
+    """Inverse of `text_of`. Raises PlanError."""
+    try:
+        return decode_parts(parse(text), base)
+    except MalformedError as error:
+        raise PlanError(f"what was chosen cannot be read: {error.found}", error.needed, _DELETE) from error
 
 
 def same_numbers(cached: Strategies, requested: Strategies) -> Strategies:
@@ -118,7 +114,7 @@ def _chosen(
     plan = explained(search)
     assert plan.objective is not None, "it was chosen for one"
     notes = tuple(plan.notes[len(search.plan.notes) :])
-    if best.of(SolvedLayouts, PerParameterStorage, MicroBatches):
-        return AutoChoice(plan.objective, solved=best, notes=notes)
-    names = [template.name for _, template in auto.candidates(world.mesh, same_batches=True)]
-    return AutoChoice(plan.objective, template=names.index(search.best.name), notes=notes)
+    if not (text := text_of(best, _known(auto, world.mesh))):
+        problem = f"a strategy that was chosen has no form as text: {best.describe(world.mesh)}"
+        raise PlanError(problem, "strategies of wholestep, by which ranks tell it each other", "give parallel=")
+    return AutoChoice(plan.objective, text, notes)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
@@ -16,15 +15,13 @@ from torch.optim import Optimizer
 
 from ..backend.build import CAPABILITIES
 from ..backend.eager import Eager
-from ..cache.choices import AutoChoice
 from ..cache.key import digest, hardware, metas_of, versions
-from ..cache.step_cache import CachedChoices, StepCache
+from ..cache.step_cache import KeptChoices, StepCache
 from ..capture.capture import Capture, at_other_sizes, capture_step, with_arrays
 from ..capture.effects import BATCH_COUNTS, Promoted, SizesFixedError
 from ..capture.scheduled_numbers import note_changed
 from ..distributed.launch import World
 from ..distributed.rendezvous import Rendezvous
-from ..distributed.typed_messages import reading
 from ..errors import CaptureError, PlanError, RankFailedError, RankMismatchError, WholestepError
 from ..graph.counted_rows import refuse_assumed
 from ..graph.graph import LocalGraph, TrainGraph
@@ -34,16 +31,14 @@ from ..partition.stage_blocks import NamedOrder
 from ..passes.context import Choice
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import lowered, named_orders
+from ..plan.check_plan import refuse_other_parameters
 from ..plan.expert_parallel import with_expert_rows
 from ..plan.make_plan import differences
 from ..plan.padding_proof import PaddingError
 from ..plan.plan import Plan
-from ..plan.plan_diff import refuse_other_parameters
-from ..plan.plan_file import decode_parts, encode_parts
 from ..plan.strategies import Strategies
 from ..planner.resolve import plan
-from ..typed_json import parse
-from .choose_strategy import choose_strategy, same_numbers, with_hardware
+from .choose_strategy import AutoChoice, choose_strategy, same_numbers, strategies_in, text_of, with_hardware
 from .compile_options import StepOptions
 from .consistency import ConsistencyCheck, RankProgram, constant_lines, graph_lines, program_lines
 from .decisions import Decisions
@@ -90,7 +85,7 @@ class Dump:
         self.write(f"3-pass-{self.passes:02}-{name}", local)
 
 
-_PLAN: Choice[str] = Choice("plan", "which stages and layouts it chose", str)
+PLAN: Choice[str] = Choice("plan", "which stages and layouts it chose", str, kept=True)
 Numbers = Sequence[tuple[Optimizer, int, str, Any]]
 """Options of optimizers that a program holds as constants: optimizer, group, key, value."""
 
@@ -299,7 +294,7 @@ class Compiler:
         if self.options.user.count_expert_rows:
             captured = replace(captured, graph=with_expert_rows(captured.graph), unfilled=captured.traced)
         key_values, label = partial(self._key_values, captured), self.consistency.round_label
-        self.finalizer.choices = CachedChoices(self.rendezvous, self.cache, key_values, label)
+        self.finalizer.choices = KeptChoices(self.rendezvous, self.cache, key_values, label)
         planned = self._plan(captured)
         if first:
             warn_of_plan(planned, captured.graph, self.world)
@@ -343,15 +338,16 @@ class Compiler:
         if has_order_to_choose:
             priced_on = self.finalizer.hardware_and_schedule()[0]
         with self.stages.stage("plan"):
-            solved = choices.earlier.solved
-            strategies = self.strategies if solved is None else same_numbers(solved, self.strategies)
+            earlier = choices.of(PLAN) if open_to_solve else None
+            solved = strategies_in(earlier, self.strategies) if earlier else self.strategies
+            strategies = same_numbers(solved, self.strategies)
             names = {spec.name for spec in captured.graph.inputs}  # a frozen parameter's state is none
             rests = {name: layout for name, layout in placed(captured.state, self.world).items() if name in names}
             planned = plan(captured.graph, mesh, strategies, rests, priced_on)
             if depends_on_batch and is_first:
                 planned = self._as_on_first_rank(planned, partial(plan, captured.graph, mesh), (rests, priced_on))
-        if open_to_solve:
-            choices.note(solved=planned.strategies)
+        if open_to_solve and planned.strategies and (text := text_of(planned.strategies, self.strategies)):
+            choices.note(PLAN, text)
         if planned.owners or planned.update_owners:
             self._strategies = planned.strategies  # a call with another batch keeps the stages
         if options.plan is not None:
@@ -361,12 +357,11 @@ class Compiler:
     def _as_on_first_rank(self, planned: Plan, plan_by: Callable[..., Plan], rest: tuple[Any, ...]) -> Plan:
         """The plan with the stages and solved layouts of the first rank, whose batch may have other sizes than here."""
         assert planned.strategies is not None, "it was planned by some"
-        label, text = self.consistency.round_label, json.dumps(encode_parts(planned.strategies))
-        first_text = self.decisions.decide(_PLAN, label, lambda: text)
+        text = text_of(planned.strategies, planned.strategies)
+        first_text = self.decisions.decide(PLAN, self.consistency.round_label, lambda: text)
         if first_text == text:
             return planned
-        with reading(label):
-            first = decode_parts(parse(first_text), planned.strategies)
+        first = strategies_in(first_text, planned.strategies)
         if first == planned.strategies:
             return planned
         try:

@@ -9,7 +9,8 @@ from typing import Any
 from ..backend.default_passes import default_passes, edited
 from ..backend.gloo.exchange import exchanges
 from ..backend.rank_binding import bind
-from ..cache.step_cache import CachedChoices
+from ..cache.key import digest
+from ..cache.step_cache import KeptChoices
 from ..cost.memory import PeakMemory, peak_memory
 from ..distributed.channels import open_channels
 from ..distributed.launch import World
@@ -32,6 +33,8 @@ from .consistency import RankProgram
 from .decisions import Decisions
 from .progress import Stages
 
+HARDWARE: Choice[Hardware] = Choice("hardware", "how fast the hardware is", Hardware, kept=True)
+
 
 @dataclass
 class Finalizer:
@@ -49,7 +52,7 @@ class Finalizer:
     hardware: Hardware | None = None
     schedule: Schedule | None = None
     _calls: CallOrder = field(default_factory=CallOrder)
-    choices: CachedChoices = field(init=False)
+    choices: KeptChoices = field(init=False)
 
     def finish(
         self, program: RankProgram, may_regather: bool, calls: CallOrder, watch: Watch | None = None
@@ -145,10 +148,10 @@ class Finalizer:
         if self.options.user.hardware is not None:
             return self.options.user.hardware
         if self.hardware is None:
-            self.choices.look_up()
+            earlier = self.choices.of(HARDWARE)
             with self.stages.stage("measure"):
-                self.hardware = self.choices.earlier.hardware or measure_hardware(self.world, self._stage_axis())
-        self.choices.note(hardware=self.hardware)
+                self.hardware = earlier or measure_hardware(self.world, self._stage_axis())
+        self.choices.note(HARDWARE, self.hardware)
         return self.hardware
 
     def _stage_axis(self) -> str:
@@ -190,12 +193,12 @@ class Finalizer:
         """What makes passes decide alike on all ranks; the first rank may search for `search_s` seconds."""
 
         def decide(choice: Choice[Any], propose: Callable[[], Any], about: LocalGraph) -> Any:
-            is_kept = choice is FITTING and not self.decisions.has(choice, key)
-            if is_kept:
-                propose = self.choices.fitting_for(about, propose)
-            decision = self.decisions.decide(choice, key, propose, about, search_s)
-            if is_kept:
-                self.choices.note_fitting(about, decision)
+            program = digest([str(about)]) if choice.kept and not self.decisions.has(choice, key) else ""
+            earlier = self.choices.of(choice, program) if program else None
+            proposed = propose if earlier is None else lambda: earlier
+            decision = self.decisions.decide(choice, key, proposed, about, search_s)
+            if program:
+                self.choices.note(choice, decision, program)
             return decision
 
         return Context(decide, self._calls)
