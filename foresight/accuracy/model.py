@@ -20,7 +20,7 @@ import wholestep as ws
 from foresight.accuracy.config import Run
 from wholestep.graph.meta import is_backward, module_path, tensor
 from wholestep.layout import REPLICATED
-from wholestep.plan.strategy import Pins, Resting
+from wholestep.plan.strategy import Pins, Stored
 
 _HEADS = "norm_q", "norm_k", "turn"
 _aten = torch.ops.aten
@@ -202,7 +202,7 @@ class WholeAgain:
         """None: the axis is that of another strategy."""
         return ()
 
-    def resting(self, graph: ws.TrainGraph, mesh: ws.Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage(self, graph: ws.TrainGraph, mesh: ws.Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """As before."""
         return dict(before)
 

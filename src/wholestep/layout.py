@@ -26,6 +26,10 @@ class AxisState:
     `R` replicated; `S` sharded along `dim`; `P` partial, to be reduced by `op`; `V` varying, without a global value;
     `O` owned: only the ranks at coordinate `at` have it. With `blocks` > 1 the dim is that many equal blocks one after
     another, and each of them is sharded: `S(0 in 4)` is an inner dim that was merged behind one of size 4.
+
+    Example:
+        >>> print(ws.AxisState("S", 1))
+        S(1)
     """
 
     kind: Literal["R", "S", "P", "V", "O"]

@@ -17,6 +17,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .cost.memory import LiveTensor, PeakMemory
     from .cost.simulation import SimulationResult
     from .cost.software import Software
+    from .cost.stage_orders import stage_order
     from .cost.timeline import Span, Timeline
     from .ddp.backend import ddp_backend
     from .errors import (
@@ -39,7 +40,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     )
     from .graph.graph import LocalGraph, TrainGraph
     from .hardware.hardware import Hardware
-    from .layout import Layout
+    from .layout import AxisState, Layout
     from .mesh import Axis, Mesh
     from .partition.stage_program import stage_program
     from .passes.base import run_passes
@@ -55,6 +56,7 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .plan.pad_to import PadTo
     from .plan.pipelines import Pipeline
     from .plan.plan import Plan
+    from .plan.strategy import BatchCut, Pins, Stored, Strategy
     from .plan.tensor_parallel import TensorParallel
     from .planner.auto import Auto
     from .planner.prediction import peak_memory, simulate, timeline
@@ -69,15 +71,16 @@ with collector_paused():  # modules are no garbage, and torch has many
     from .typed_values import check_arguments_of
 
 __all__ = [
-    "Auto", "Axis", "Backend", "BackendError", "BudgetError", "CacheError", "CaptureError", "CaptureOptions",
-    "CheckResult", "Checkpoint", "CheckpointError", "Comparison", "CompiledStep", "ContextParallel", "DataParallel",
-    "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout", "LayoutError",
-    "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision", "NonFiniteError",
-    "OffloadSaved", "PadTo", "Parted", "PeakMemory", "Pipeline", "Plan", "PlanError", "RankFailedError",
-    "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software", "Span", "StateError",
-    "StoreError", "TensorParallel", "TileRows", "Timeline", "TrainGraph", "WholestepError", "callback", "capture",
-    "check_rule", "collectives", "compare", "compile", "ddp_backend", "default_passes", "export", "load", "partition",
-    "peak_memory", "plan", "report", "rule", "run_passes", "save", "simulate", "stage_program", "timeline", "whole",
+    "Auto", "Axis", "AxisState", "Backend", "BackendError", "BatchCut", "BudgetError", "CacheError", "CaptureError",
+    "CaptureOptions", "CheckResult", "Checkpoint", "CheckpointError", "Comparison", "CompiledStep", "ContextParallel",
+    "DataParallel", "ExpertParallel", "Float8", "GraphError", "Hardware", "Inductor", "KernelTimes", "Layout",
+    "LayoutError", "LiveTensor", "LocalGraph", "MemoryCopies", "Mesh", "MeshError", "MicroBatches", "MixedPrecision",
+    "NonFiniteError", "OffloadSaved", "PadTo", "Parted", "PeakMemory", "Pins", "Pipeline", "Plan", "PlanError",
+    "RankFailedError", "RankMismatchError", "Recompute", "RuleError", "Schedule", "SimulationResult", "Software",
+    "Span", "StateError", "StoreError", "Stored", "Strategy", "TensorParallel", "TileRows", "Timeline", "TrainGraph",
+    "WholestepError", "callback", "capture", "check_rule", "collectives", "compare", "compile", "ddp_backend",
+    "default_passes", "export", "load", "partition", "peak_memory", "plan", "report", "rule", "run_passes", "save",
+    "simulate", "stage_order", "stage_program", "timeline", "whole",
 ]  # fmt: skip
 
 check_arguments_of(globals(), __all__)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
 from math import ceil
 
-from ..errors import GraphError
+from ..errors import GraphError, PlanError
 from ..tuning import TUNING
 from .block_runs import BlockCost, OrderResult, Orders, Task, on_shared_cores, peaks, simulate_orders
 from .list_schedule import list_schedule
@@ -119,8 +119,58 @@ NAMED: dict[str, Callable[[Mapping[str, BlockCost], int, int], OrderResult]] = {
     "gpipe": gpipe, "1f1b": one_forward_one_backward, "interleaved": interleaved, "zero_bubble": zero_bubble,
 }  # fmt: skip
 """Orders by name. Blocks of `zero_bubble` have fillers."""
-APART = ("auto", "zero_bubble")
+APART = {"auto", "zero_bubble"}
 """Orders in which gradients of weights may be blocks of their own."""
+_OWN = frozenset(NAMED)
+StageOrder = Callable[[Mapping[str, BlockCost], int, int], Sequence[Sequence[Task]]]
+"""From the blocks by name, the number of micro-batches and that of stages to the tasks of each stage, in order."""
+
+
+def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], StageOrder]:
+    """Register the order of blocks that `Pipeline(schedule=name)` has; a function of its own, which plans name.
+
+    Args:
+        name: what `schedule=` says.
+        fillers: gradients of weights are blocks of their own (`is_filler`), as in `zero_bubble`.
+
+    Raises:
+        PlanError: the name is one of wholestep's own. When a plan is made: a stage runs other blocks than it has, or
+            not each once for each micro-batch, or stages would wait for each other.
+
+    Example:
+        >>> @ws.stage_order("forwards first")
+        ... def forwards_first(blocks, micro_batches, stages):
+        ...     by_level = sorted(blocks, key=lambda name: blocks[name].level)
+        ...     mine = [[name for name in by_level if blocks[name].stage == stage] for stage in range(stages)]
+        ...     return [[(name, i) for name in names for i in range(micro_batches)] for names in mine]
+        >>> ws.Pipeline(micro_batches=8, schedule="forwards first")
+    """
+    if name in _OWN or name == "auto":
+        raise PlanError(f"stage_order({name!r})", f"another name than {', '.join((*_OWN, 'auto'))}", "rename it")
+
+    def register(order: StageOrder) -> StageOrder:
+        def simulated(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> OrderResult:
+            tasks = tuple(map(tuple, order(blocks, pieces, stages)))
+            all_tasks = [
+                [t for t in product(blocks, range(pieces)) if blocks[t[0]].stage == at] for at in range(stages)
+            ]
+            next_step = f"correct {order.__qualname__}"
+            for at, (ordered, needed) in enumerate(zip_longest(tasks, all_tasks, fillvalue=())):
+                if sorted(ordered) != sorted(needed):
+                    other = next(iter(sorted({*ordered} ^ {*needed}) or ordered))
+                    problem = f"order {name!r}: stage {at} has {len(ordered)} tasks, {other} missing or too often"
+                    raise PlanError(problem, f"each of its {len(needed)} tasks once", next_step)
+            try:
+                return simulate_orders(blocks, pieces, tasks)
+            except GraphError as error:
+                problem = f"order {name!r}: {error.found}"
+                raise PlanError(problem, error.needed, next_step) from error
+
+        NAMED[name] = simulated
+        APART.update([name] if fillers else [])
+        return order
+
+    return register
 
 
 @dataclass(frozen=True)

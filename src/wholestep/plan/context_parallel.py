@@ -28,7 +28,7 @@ from .decision import Decision
 from .op_strategies import NEAR, RING, ring
 from .propagation_inputs import moving
 from .storage_styles import style_named
-from .strategy import Pins, Resting, States
+from .strategy import Pins, States, Stored
 from .tensor_parallel import OneAxis
 
 _QUERIES, _HEADS = "q", "g"
@@ -71,13 +71,17 @@ class ContextParallel(OneAxis):
     style: str | None = None
     balance: bool | None = None
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """Its axis."""
+        return (self.axis,)
+
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Where each parameter and its optimizer state rest. Raises PlanError if no tensor of the batch has tokens."""
         if not self._cut(graph, mesh):
             shapes = ", ".join(f"{i.name} {list(i.meta.shape)}" for i in graph.inputs if i.role is Role.BATCH)
             problem = f"no tensor of the batch has dim {self.input_dim} ({shapes or 'it has no tensors'})"
             raise PlanError(problem, "a tensor with a dim of tokens", "give ContextParallel(input_dim=...)")
-        style, out = style_named(self.style or "fully_shard"), dict[str, Resting]()
+        style, out = style_named(self.style or "fully_shard"), dict[str, Stored]()
         for spec in graph.inputs:
             if spec.role is Role.PARAM:
                 out[spec.name] = stored(style, spec, before[spec.name], mesh, (self.axis,))

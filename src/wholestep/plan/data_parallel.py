@@ -15,7 +15,7 @@ from ..mesh import Mesh
 from ..tuning import TUNING
 from .owned_updates import owners_of_nodes
 from .storage_styles import STYLES, StorageStyle, Store, style_named
-from .strategy import BatchCut, Pins, Resting, Strategy
+from .strategy import BatchCut, Pins, Stored, Strategy
 
 BatchDim = int | Mapping[str, int | None]
 
@@ -85,6 +85,10 @@ class DataParallel(Strategy):
         """The style with its properties."""
         return style_named(self.style)
 
+    def storage_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """All that it uses."""
+        return self.axes(mesh)
+
     @property
     def shares_batches(self) -> bool:
         """Under `global`."""
@@ -111,27 +115,27 @@ class DataParallel(Strategy):
             raise PlanError(problem, needed, 'give mesh="replicate=2,shard=2"')
         return names
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Where each parameter and its optimizer state rest.
 
         Raises:
             PlanError: the style is a function, and its layouts cannot be those of a parameter and its state.
         """
-        axes, resting = self.axes(mesh), dict[str, Resting]()
+        axes, storage = self.axes(mesh), dict[str, Stored]()
         axis, owners = self.owner_axis(mesh), self.named_owners
         for spec in graph.inputs:
             if spec.role is Role.PARAM:
                 have = before[spec.name].param
-                resting[spec.name] = stored(self.kind, spec, before[spec.name], mesh, axes)
+                storage[spec.name] = stored(self.kind, spec, before[spec.name], mesh, axes)
                 if axis and spec.name in owners:
                     if have.is_sharded:
                         text = f"owners= names {spec.name!r}, which is {have.show(spec.meta.shape)}"
                         raise PlanError(text, "a parameter that no other axis shards", "leave it out")
-                    resting[spec.name] = Resting(have, have.put(axis, owned_by(owners[spec.name])))
-        if axis and (unknown := [name for name in owners if name not in resting]):
-            names = ", ".join(map(repr, list(resting)[:3]))
+                    storage[spec.name] = Stored(have, have.put(axis, owned_by(owners[spec.name])))
+        if axis and (unknown := [name for name in owners if name not in storage]):
+            names = ", ".join(map(repr, list(storage)[:3]))
             raise PlanError(f"owners= names {unknown[0]!r}", f"a parameter, as {names}", "correct it")
-        return resting
+        return storage
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Who runs the update of what has an owner. Activations stay where the batch puts them."""
@@ -185,17 +189,17 @@ def batch_dim(input_dim: BatchDim, name: str, ndim: int) -> int | None:
     return dim % ndim if dim is not None and -ndim <= dim < ndim else None
 
 
-def stored(style: StorageStyle, param: Input, before: Resting, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+def stored(style: StorageStyle, param: Input, before: Stored, mesh: Mesh, axes: tuple[str, ...]) -> Stored:
     """The layouts of a parameter and of its state; `before` is those that other strategies give it. Raises PlanError
     if the style gives something else, or layouts that cannot be those of a parameter and its state.
     """
     at_rest = _stored(style, param, before.param, mesh, axes)
     if before.state == before.param:
         return at_rest
-    return Resting(at_rest.param, _stored(style, param, before.state, mesh, axes).state)
+    return Stored(at_rest.param, _stored(style, param, before.state, mesh, axes).state)
 
 
-def _stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Resting:
+def _stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> Stored:
     returned = cast(object, style.store(param, have, mesh, axes))
     pair = tuple(cast(Sequence[object], returned)) if isinstance(returned, (tuple, list)) else ()
     wrong = "" if len(pair) == 2 and all(isinstance(entry, Layout) for entry in pair) else "no pair of layouts"
@@ -208,7 +212,7 @@ def _stored(style: StorageStyle, param: Input, have: Layout, mesh: Mesh, axes: t
         problem = f"style {style.name!r} gives {returned} for {param.name!r} of shape {list(param.meta.shape)}: {wrong}"
         needed = f"(layout of the parameter, layout of its state), each {have} with axes of {', '.join(axes)} added"
         raise PlanError(problem, needed, "correct the function")
-    return Resting(*cast(tuple[Layout, Layout], pair))
+    return Stored(*cast(tuple[Layout, Layout], pair))
 
 
 def _unfit(name: str, layout: Layout, have: Layout, axes: tuple[str, ...]) -> str:
@@ -275,9 +279,9 @@ class PerParameterStorage(DataParallel):
     storage: Mapping[str, StorageOption] = field(default_factory=dict[str, StorageOption], repr=False)
     solution: str = ""
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Storage layouts of each parameter and its optimizer state."""
-        out, axes = super().resting(graph, mesh, before), self.axes(mesh)
+        out, axes = super().storage_layouts(graph, mesh, before), self.axes(mesh)
         for spec in graph.inputs:
             if spec.role is Role.PARAM and spec.name in self.storage:
                 style = STYLES[self.storage[spec.name].style]

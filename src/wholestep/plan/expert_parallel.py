@@ -23,7 +23,7 @@ from ..mesh import Mesh
 from ..rules.aten.rows_in_groups import received_groups
 from ..rules.find_rule import find_rule
 from .rows_in_any_order import Apart, SortedRows, sorted_rows, sorts_in_one_order, sorts_of_groups
-from .strategy import Pins, Resting
+from .strategy import Pins, Stored
 from .tensor_parallel import OneAxis
 
 
@@ -52,11 +52,11 @@ class ExpertParallel(OneAxis):
     host_reads: bool = True
     input_dim = None
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Experts are cut along the axis, outside of all other axes. Raises PlanError as `sorts` does."""
         out, names = dict(before), {node.name: spec.name for spec, node in graph.placeholders()}
         for name in {names[param.name] for rows, _ in self._rows(graph, mesh) for param in _params(rows)}:
-            out[name] = Resting(self._apart(before[name].param), self._apart(before[name].state))
+            out[name] = Stored(self._apart(before[name].param), self._apart(before[name].state))
         return out
 
     def _apart(self, layout: Layout) -> Layout:

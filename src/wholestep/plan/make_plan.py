@@ -35,7 +35,7 @@ from .repeated_work import repeated_work
 from .rows_in_any_order import NOWHERE, Apart, check_rows, shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
-from .strategy import Resting
+from .strategy import Stored
 from .whole_units import mark_units
 
 aten = torch.ops.aten
@@ -70,8 +70,8 @@ def make_plan(
     cut = options.axes(mesh) if strategies.data else ()
     per_rank = frozenset(cut if options.semantics == "per_rank" else ())
     _check_batch_dim(graph, options)
-    resting, rest = _placed(graph, mesh, strategies, placed)
-    grad_targets = {name: _without_single(r.state, mesh) for name, r in resting.items()}
+    storage, rest = _placed(graph, mesh, strategies, placed)
+    grad_targets = {name: _without_single(r.state, mesh) for name, r in storage.items()}
     op = "avg" if options.reduce == "mean" else "sum"
     planned = for_pieces(graph) if mesh.pieces > 1 or owners else graph
     planned = with_lists_by_owner(planned, owners) if owners else planned
@@ -136,13 +136,13 @@ def stored_bytes(
 
 def _placed(
     graph: TrainGraph, mesh: Mesh, strategies: Strategies, placed: Mapping[str, Layout] | None
-) -> tuple[dict[str, Resting], dict[str, Layout]]:
+) -> tuple[dict[str, Stored], dict[str, Layout]]:
     """Storage layouts of parameters with their state, and of every input."""
     params = [i for i in graph.inputs if i.role is Role.PARAM]
-    base = {i.name: Resting(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
-    resting = _staying(graph, strategies.resting(graph, mesh, base), placed or {})
+    base = {i.name: Stored(replicated(len(i.meta.shape)), replicated(len(i.meta.shape))) for i in params}
+    storage = _staying(graph, strategies.storage_layouts(graph, mesh, base), placed or {})
     cut = strategies.options.axes(mesh) if strategies.data else ()
-    return resting, _rest(graph, mesh, strategies, resting, cut)
+    return storage, _rest(graph, mesh, strategies, storage, cut)
 
 
 def _with_rows(
@@ -195,7 +195,7 @@ def _propagate(
 
 
 def _rest(
-    graph: TrainGraph, mesh: Mesh, strategies: Strategies, resting: Mapping[str, Resting], cut: tuple[str, ...]
+    graph: TrainGraph, mesh: Mesh, strategies: Strategies, storage: Mapping[str, Stored], cut: tuple[str, ...]
 ) -> dict[str, Layout]:
     """Storage layouts of all inputs; with per-rank semantics each rank along `cut` has its own batch."""
     per_rank = strategies.options.semantics == "per_rank"
@@ -207,11 +207,11 @@ def _rest(
         ndim = len(spec.meta.shape)
         layout = replicated(ndim)
         if spec.role is Role.PARAM:
-            layout = resting[spec.name].param
+            layout = storage[spec.name].param
         elif spec.role in (Role.STATE, Role.GRAD) and spec.meta.shape == shapes[spec.owner]:
-            layout = resting[spec.owner].state
+            layout = storage[spec.owner].state
         elif spec.role is Role.STATE and spec.meta.shape and owner_axis:
-            layout = layout.put(owner_axis, resting[spec.owner].state.owner_on(owner_axis) or REPLICATED)
+            layout = layout.put(owner_axis, storage[spec.owner].state.owner_on(owner_axis) or REPLICATED)
         elif spec.role is Role.BATCH:
             parts = {c.dim: c.axes for c in strategies.batch_cuts(mesh, spec.name, ndim)}
             layout = varying(spec, cut if per_rank else (), mesh)
@@ -222,15 +222,15 @@ def _rest(
     return rest
 
 
-def _staying(graph: TrainGraph, chosen: dict[str, Resting], placed: Mapping[str, Layout]) -> dict[str, Resting]:
+def _staying(graph: TrainGraph, chosen: dict[str, Stored], placed: Mapping[str, Layout]) -> dict[str, Stored]:
     """The layouts of the style, except of inputs that are placed; state follows a placed parameter."""
     shapes = {i.name: i.meta.shape for i in graph.inputs}
     shaped = [i for i in graph.inputs if i.role is Role.STATE and i.meta.shape == shapes[i.owner]]
     states = {i.owner: placed[i.name] for i in shaped if i.name in placed}
     out = dict(chosen)
-    for name, resting in chosen.items():
-        param = placed.get(name, resting.param)
-        out[name] = Resting(param, states.get(name, resting.state if param == resting.param else param))
+    for name, storage in chosen.items():
+        param = placed.get(name, storage.param)
+        out[name] = Stored(param, states.get(name, storage.state if param == storage.param else param))
     return out
 
 

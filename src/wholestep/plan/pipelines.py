@@ -12,6 +12,7 @@ from typing import Literal
 from torch.fx import Node
 
 from ..cost.compute import node_us
+from ..cost.stage_orders import NAMED
 from ..errors import PlanError, shown
 from ..graph import meta
 from ..graph.graph import Role, TrainGraph
@@ -21,10 +22,8 @@ from ..mesh import Mesh
 from .module_map import Modules
 from .propagation_inputs import moving
 from .stage_of_node import first_readers, forward_nodes, stages_of_nodes
-from .strategy import Pins, Resting, Strategy
+from .strategy import Pins, Stored, Strategy
 
-Order = Literal["auto", "gpipe", "1f1b", "interleaved", "zero_bubble"]
-"""How blocks of stages and micro-batches are ordered; see `Pipeline`."""
 Placement = Literal["loop", "v"]
 """Which rank has each of several stages; see `Pipeline`."""
 
@@ -46,7 +45,8 @@ class Pipeline(Strategy):
         schedule: the order of blocks on each rank. `gpipe`: all forwards, then all backwards. `1f1b`: a backward as
             soon as there is one, with as few micro-batches in flight as keep all stages busy. `interleaved`: the same
             with several chunks of the model on each rank. `zero_bubble`: weight gradients wait for idle time. `auto`:
-            the fastest of these and of list schedules, by simulation, that holds at most a tenth more than `1f1b`.
+            the fastest of these and of list schedules, by simulation, that holds at most a tenth more than `1f1b`. Or
+            a name of your own (`stage_order`).
         chunks: stages on each rank; 2 with `interleaved` and with `placement="v"`, else 1.
         placement: the rank of each stage. `loop`: stage `s` is on rank `s % ranks`. `v`: stages go forth and back, so
             that of 2 p stages on p ranks rank `r` has `r` and `2 p - 1 - r`: the first rank has the last stage too.
@@ -62,13 +62,17 @@ class Pipeline(Strategy):
     axis: str = "pp"
     stages: Sequence[Sequence[str]] | None = None
     micro_batches: int = 1
-    schedule: Order = "auto"
+    schedule: str = "auto"
     chunks: int | None = None
     placement: Placement = "loop"
 
     def __post_init__(self) -> None:
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(map(tuple, self.stages)))
+        if self.schedule != "auto" and self.schedule not in NAMED:
+            names = ", ".join(map(repr, ("auto", *NAMED)))
+            next_step = "register it with wholestep.stage_order, or correct the name"
+            raise PlanError(f"Pipeline(schedule={self.schedule!r})", f"one of {names}", next_step)
         for name in ("micro_batches", "chunks"):
             number = getattr(self, name)
             if number is not None and number < 1:
@@ -144,14 +148,14 @@ class Pipeline(Strategy):
         mesh.axis_size(self.axis)
         return (self.axis,)
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Each parameter and its state are owned by the coordinate of their stage."""
         if mesh.axis_size(self.axis) == 1:
             return dict(before)
         owners, out = self.owners(mesh), dict(before)
         for name, have in before.items():
             state = owned_by(owners[name])
-            out[name] = Resting(have.param.put(self.axis, state), have.state.put(self.axis, state))
+            out[name] = Stored(have.param.put(self.axis, state), have.state.put(self.axis, state))
         return out
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:

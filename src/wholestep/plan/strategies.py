@@ -19,7 +19,7 @@ from .micro_batches import MicroBatches
 from .pipelines import Pipeline
 from .rows_in_any_order import Apart
 from .storage_styles import STYLES
-from .strategy import BatchCut, Pins, Resting, Strategy
+from .strategy import BatchCut, Pins, Stored, Strategy
 from .tensor_parallel import SolvedLayouts, TensorParallel
 
 K = TypeVar("K")
@@ -59,7 +59,7 @@ class Strategies:
 
     def storage_axes(self, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which parameters are sharded in storage only."""
-        return tuple(a for part in (self.data, self.context) if part is not None for a in part.axes(mesh))
+        return tuple(axis for part in self.parts for axis in part.storage_axes(mesh))
 
     def given_whole(self, axis: str) -> bool:
         """True if each rank along an axis that cuts the batch is given all of it, and takes its part."""
@@ -174,14 +174,14 @@ class Strategies:
                 raise PlanError(f"axis {axis!r} {use}", f"a {kind} along it", next_step)
         return tuple(axis for axis in mesh.names if axis in users)
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, base: Mapping[str, Stored]) -> dict[str, Stored]:
         """Storage layouts of each parameter: data parallelism shards what the other strategies leave, and experts are
         apart on each of their ranks.
         """
         out = dict(base)
         for part in self.by_storage:
             if part != self.experts or self._may_be_apart(graph, mesh):
-                out = part.resting(graph, mesh, out)
+                out = part.storage_layouts(graph, mesh, out)
         return out
 
     @property
@@ -243,7 +243,7 @@ class Strategies:
     @property
     def shares_batches(self) -> bool:
         """True if ranks along some axis may get parts of one batch."""
-        return any(part.shares_batches for part in self.parts)
+        return any(part.shares_batches for part in self.parts if part is not self.micro_batches)
 
     def batch_cuts(self, mesh: Mesh, name: str, ndim: int) -> tuple[BatchCut, ...]:
         """The sharded dims of the batch tensor `name`, each once, data parallel axes outermost, `time` innermost."""

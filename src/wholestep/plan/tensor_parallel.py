@@ -27,7 +27,7 @@ from .module_map import Modules
 from .module_styles import NAMES, ModuleStyle, Wanted, style_of
 from .narrow_casts import reads_after_casts
 from .propagation_inputs import moving
-from .strategy import BatchCut, Pins, Resting, Strategy
+from .strategy import BatchCut, Pins, Stored, Strategy
 
 aten = torch.ops.aten
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -160,7 +160,7 @@ class TensorParallel(OneAxis):
             return {}
         return {pattern: style_of(style, pattern, self.sequence_dim) for pattern, style in self.plan.items()}
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Shards the parameters of named modules, and their optimizer state with them."""
         modules, out = Modules(graph), dict(before)
         for path, style in self._named(modules).items():
@@ -168,7 +168,7 @@ class TensorParallel(OneAxis):
                 dim = _cut_dim(modules, name, path, style)
                 if dim is not None:
                     cut, have = AxisState("S", dim), before[name]
-                    out[name] = Resting(have.param.put(self.axis, cut), have.state.put(self.axis, cut))
+                    out[name] = Stored(have.param.put(self.axis, cut), have.state.put(self.axis, cut))
         return out
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
@@ -294,12 +294,12 @@ class SolvedLayouts(OneAxis):
     async_tp: bool = False
     reshard_after_forward: bool = False
 
-    def resting(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Resting]) -> dict[str, Resting]:
+    def storage_layouts(self, graph: TrainGraph, mesh: Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
         """Storage layouts of the parameters that the step has, and of their optimizer state."""
         out = dict(before)
         for name in self.params.keys() & before.keys():
             have, state = before[name], self.params[name]
-            out[name] = Resting(have.param.put(self.axis, state), have.state.put(self.axis, state))
+            out[name] = Stored(have.param.put(self.axis, state), have.state.put(self.axis, state))
         return out
 
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:

@@ -27,7 +27,7 @@ from ..plan.data_parallel import DataParallel
 from ..plan.make_plan import stored_bytes
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
-from ..plan.strategy import Resting, Strategy
+from ..plan.strategy import Stored, Strategy
 from ..tuning import TUNING
 from .bounds import Costs, costs_of_part
 
@@ -143,7 +143,9 @@ class FoldedStep:
             by_slot: dict[object, list[object]] = {}
             params = [(i, slots.get(n.name)) for i, n in self.graph.placeholders() if i.role is Role.PARAM]
             unsharded = {i.name: replicated(len(i.meta.shape)) for i, _ in params}
-            rest = part.resting(self.graph, mesh, {name: Resting(layout, layout) for name, layout in unsharded.items()})
+            rest = part.storage_layouts(
+                self.graph, mesh, {name: Stored(layout, layout) for name, layout in unsharded.items()}
+            )
             for param, slot in params:
                 by_slot.setdefault(("rest", param.name if slot is None else slot), []).append(rest[param.name])
             pins = part.pins(self.graph, mesh)
