@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,7 @@ import wholestep as ws
 from foresight.accuracy.config import Run
 from wholestep.graph.meta import is_backward, module_path, tensor
 from wholestep.layout import REPLICATED
-from wholestep.plan.strategy import Pins, Stored
+from wholestep.plan.strategy import Pins
 
 _HEADS = "norm_q", "norm_k", "turn"
 _aten = torch.ops.aten
@@ -190,7 +190,7 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tenso
 
 
 @dataclass(frozen=True)
-class WholeAgain:
+class WholeAgain(ws.Strategy):
     """Results of modules of these names are whole along an axis where the backward recomputes them: the hooks of a
     module, which move its results, run again.
     """
@@ -202,27 +202,12 @@ class WholeAgain:
         """None: the axis is that of another strategy."""
         return ()
 
-    def storage(self, graph: ws.TrainGraph, mesh: ws.Mesh, before: Mapping[str, Stored]) -> dict[str, Stored]:
-        """As before."""
-        return dict(before)
-
     def pins(self, graph: ws.TrainGraph, mesh: ws.Mesh) -> Pins:
         """What recomputed nodes of other modules read."""
         again = [node for node in graph.graph.nodes if node.op == "call_function" and _is_recomputed(node)]
         made = [node for node in again if module_path(node).rpartition(".")[2] in self.names and tensor(node)]
         left = [n for n in made if any(_is_recomputed(u) and module_path(u) != module_path(n) for u in n.users)]
         return Pins({node.name: {self.axis: REPLICATED} for node in left})
-
-    @property
-    def shares_batches(self) -> bool:
-        """No."""
-        return False
-
-    def batch_cut(self, mesh: ws.Mesh, name: str, ndim: int) -> None:
-        """None."""
-
-    def check(self, graph: ws.TrainGraph, mesh: ws.Mesh, decisions: Mapping[str, Any]) -> None:
-        """Nothing to check."""
 
     def describe(self, mesh: ws.Mesh) -> str:
         """One line."""

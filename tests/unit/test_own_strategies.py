@@ -1,5 +1,6 @@
 """A strategy and an order of stages of somebody's own, by public names alone."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,47 @@ def test_a_plan_file_asks_for_it(tmp_path: Path) -> None:
     ws.plan(ws.capture(read, *args), "seq=1", SharedTokens()).save(tmp_path / "plan.json")
     with pytest.raises(ws.PlanError, match="strateg"):
         ws.compile(read, mesh="seq=1", parallel=ws.Plan.load(tmp_path / "plan.json"))
+
+
+ROWS = ws.Layout((("b",), ()))
+LIES: dict[str, tuple[str, Any, str]] = {
+    "axes: a text": ("axes", "a", "says 'a'\n  needed: a tuple of names of axes"),
+    "axes: none of the mesh": ("axes", ("zz",), "has no axis 'zz'"),
+    "describe": ("describe", None, "says None\n  needed: a value of type str"),
+    "a dim that is none": (
+        "batch_cut",
+        ws.BatchCut(2, ("a",)),
+        "dim=2, .*a BatchCut with one of the 2 dims of",
+    ),
+    "a cut that is none": ("batch_cut", (0, ("a",)), "needed: a BatchCut"),
+    "an axis of another": ("batch_cut", ws.BatchCut(0, ("b",)), "says 'b'\n  needed: its own axes, a"),
+    "no parameters": ("storage_layouts", {}, "one entry for each parameter"),
+    "layouts of one": ("storage_layouts", {"0.weight": ROWS}, "needed: a value of type"),
+    "stored along another": ("storage_layouts", {"weight": ws.Stored(ROWS, ROWS)}, "says 'b'\n  needed: its own axes"),
+    "gathered along another": ("storage_axes", ("b",), "says 'b'\n  needed: its own axes"),
+    "no pins": ("pins", None, "needed: a value of type Pins"),
+    "a node that is none": (
+        "pins",
+        ws.Pins({"nothing": {"a": ws.AxisState("S", 0)}}),
+        "says 'nothing'",
+    ),
+    "a node's dim": ("pins", ws.Pins({"mm": {"a": ws.AxisState("S", 9)}}), r"S\(9\) of %mm'.*one of its 2 dims"),
+    "a node's axis": ("pins", ws.Pins({"mm": {"c": ws.AxisState("S", 0)}}), "has no axis 'c'"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_what_cannot_be_is_refused_with_the_method(lie: str) -> None:
+    method, answer, text = LIES[lie]
+    answers = {"axes": ("a",), "describe": "of mine"} | {method: answer}
+    methods = {name: lambda self, *args, value=value: value for name, value in answers.items()}
+    strategy = type("Mine", (ws.Strategy,), methods)()
+    model = nn.Linear(4, 4, bias=False)
+    graph = ws.capture(mean_square, model, torch.optim.SGD(model.parameters()), torch.randn(4, 4))
+    with pytest.raises((ws.PlanError, ws.MeshError)) as error:
+        ws.plan(graph, "a=2,b=2", strategy)
+    assert re.search(text, str(error.value), re.DOTALL), error.value
+    assert "has no axis" in text or f"Mine.{method}" in str(error.value)
 
 
 # -- orders ------------------------------------------------------------------------------------------------------------

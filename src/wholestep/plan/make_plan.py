@@ -27,6 +27,7 @@ from .balanced_queries import balanced
 from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .for_pieces import for_pieces
+from .own_strategies import check_own
 from .owned_updates import assigned, whole_updates, with_updates_by_owner
 from .plan import Plan
 from .propagate import propagate, would_gather
@@ -62,6 +63,7 @@ def make_plan(
     hardware: Hardware | None = None,
 ) -> PlannedStep:  # fmt: skip
     """The plan of `strategies`, none of them open. PlanError or MeshError where they do not fit mesh or graph."""
+    check_own(strategies.parts, graph, mesh)
     hardware, mesh = hardware or one_host(), strategies.planning_mesh(graph, mesh)
     strategies = strategies.staged(graph, mesh, hardware)
     owners = strategies.pipeline.owners(mesh) if strategies.pipeline else {}

@@ -16,6 +16,7 @@ from .data_parallel import DataParallel
 from .decision import Decision
 from .expert_parallel import ExpertParallel
 from .micro_batches import MicroBatches
+from .own_strategies import axes_of
 from .pipelines import Pipeline
 from .rows_in_any_order import Apart
 from .storage_styles import STYLES
@@ -161,7 +162,7 @@ class Strategies:
         """Every axis that a strategy uses, in the order of the mesh. Raises PlanError if two strategies use one."""
         users, experts = dict[str, str](), self.of(ExpertParallel)
         for part in sorted(self.parts, key=experts.__contains__):
-            for axis in part.axes(mesh):
+            for axis in axes_of(part, mesh):
                 if axis in users and part not in experts:
                     problem = f"axis {axis!r} is used by {users[axis]} and by {type(part).__name__}"
                     needed = "a separate axis for each strategy"

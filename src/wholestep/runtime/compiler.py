@@ -362,8 +362,6 @@ class Compiler:
         if first_text == text:
             return planned
         first = strategies_in(first_text, planned.strategies)
-        if first == planned.strategies:
-            return planned
         try:
             return plan_by(first, *rest)
         except PlanError:  # ranks have other models, which the comparison of their programs says
