@@ -75,6 +75,36 @@ def test_lengths_that_change(method: str, inputs: str) -> None:
         assert captures[:5] == [1, 2, 2, 2, 2]
 
 
+def _evaluates(rank: int, world: int, method: Any, inputs: Any) -> float:
+    model, optimizer, other, plain = _setup()
+    context, worst = ws.ContextParallel(method=method, inputs=inputs), 0.0
+    step = ws.compile(of_tokens, mesh="cp=2", parallel=context)
+    check = ws.compile(_logits, mesh="cp=2", parallel=context)
+    for call, length in enumerate((13, 8, 3)):
+        batch = _batch(call, 2, length)
+        own = batch if inputs == "global" else batch.tensor_split([2], -1)[rank]
+        step(model, optimizer, *own)
+        of_tokens(other, plain, *batch)
+        loss, logits = check(model, *own)
+        expected_loss, expected = _logits(other, *batch)
+        assert loss.shape == expected_loss.shape
+        worst = max(worst, (loss - expected_loss).abs().item(), (_whole(logits) - expected).abs().max().item())
+    return worst
+
+
+def _logits(model: Any, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.no_grad():
+        return next_token(model, ids, labels), model(ids)
+
+
+@pytest.mark.usual("gather-local", "ring-global")
+@pytest.mark.parametrize("inputs", ["global", "local"])
+@pytest.mark.parametrize("method", ["gather", "heads", "ring"])
+def test_evaluation_between_steps(method: str, inputs: str) -> None:
+    """The mean over all tokens, and the logits in the order of the sequence."""
+    assert max(run_ranks(_evaluates, 2, method, inputs)) < 1e-12
+
+
 def _two_axes(rank: int, world: int) -> float:
     """Each pair of ranks has a batch of its own, of other rows, and averages gradients with the other pair, as DDP."""
     model, optimizer, other, plain = _setup()
