@@ -13,7 +13,7 @@ _UNITS = {
 _SIZE = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-zA-Z]*)\s*")
 _LONGEST_S = 10**8  # three years
 _TIMES = {"": 1, "MS": 1e-3, "S": 1, "SEC": 1, "MIN": 60, "H": 3600}
-_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNTS = {"": 1, "K": 10**3, "KI": 1 << 10, "M": 10**6, "MI": 1 << 20, "B": 10**9, "T": 10**12}
 _MOST = 10**18  # of anything that is counted
 _PRICE = re.compile(r"\s*\$?\s*([0-9]{1,9}(?:\.[0-9]{1,9})?)\s*(?:/\s*h)?\s*")
 
@@ -43,12 +43,12 @@ def parse_bytes(size: int | str, name: str = "memory_bytes") -> int:
     return _positive(float(match[1]) * unit if match else 0, size, name)
 
 
-def parse_count(text: str, option: str) -> float:
-    """A number of `"300B"`, `"1.5T"`, `"20M"`, `"4k"` or digits. Raises PlanError, which names the option."""
+def parse_count(text: str, option: str, least: int = 1) -> float:
+    """A number of `"300B"`, `"1.5T"`, `"4k"`, `"128Ki"` or digits. Raises PlanError, which names the option."""
     match = _SIZE.fullmatch(text)
     count = float(match[1]) * _COUNTS.get(match[2].upper(), 0) if match else 0
-    if not 1 <= count <= _MOST:
-        raise PlanError(f"{option}={shown(text)}", 'a positive number, or text like "300B" or "1T"', "correct it")
+    if not least <= count <= _MOST:
+        raise PlanError(f"{option}={shown(text)}", f'{least} or more, or text like "300B" or "1T"', "correct it")
     return count
 
 

@@ -101,9 +101,15 @@ def test_counts(text: str, number: float) -> None:
     assert parse_count(count(number), "--tokens") == number
 
 
+def test_binary_units_and_a_least_number() -> None:
+    assert [parse_count(text, "--seq", least=2) for text in ("2", "128Ki", "1 mi", "1M")] == [2, 1 << 17, 1 << 20, 1e6]
+    with pytest.raises(ws.PlanError, match=r"--seq='1'\n  needed: 2 or more, or text like"):
+        parse_count("1", "--seq", least=2)
+
+
 @pytest.mark.parametrize("text", ["", "T", "1X", "-1T", "0", "1e12", "nan", "9999999T"])
 def test_what_is_no_count(text: str) -> None:
-    with pytest.raises(ws.PlanError, match=r"(?s)--tokens=.*a positive number"):
+    with pytest.raises(ws.PlanError, match=r"(?s)--tokens=.*1 or more, or text"):
         parse_count(text, "--tokens")
 
 

@@ -46,7 +46,7 @@ def test_figures_and_a_trace(model: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("recompute", ["full", "auto"])
 def test_tiles_of_rows_hold_less(recompute: str, tmp_path: Path) -> None:
     figures, peaks = tmp_path / "figures.json", list[int]()
-    model = ("--hf", "gpt2", "--layers", "2", "--seq", "16384", "--mesh", "cp=2", "--recompute", recompute)
+    model = ("--hf", "gpt2", "--layers", "2", "--seq", "16Ki", "--mesh", "cp=2", "--recompute", recompute)
     for more in ([], ["--tile-rows", "16"]):
         code, said = run(*model, *more, "--json", str(figures))
         assert code == 0, said

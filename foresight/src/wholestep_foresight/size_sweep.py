@@ -43,7 +43,7 @@ def simulated(
     out: Path | None,
 ) -> str:  # fmt: skip
     """A table with a line for each size; written to `out` as JSON."""
-    spec = replace(step, seq=max(seqs, default=None)).spec(max(batches, default=None))
+    spec = replace(step, seq=str(max(seqs)) if seqs else None).spec(max(batches, default=None))
     loaded = load(shown, None, spec)
     request = planning.plan_request(loaded, mesh, hardware, hardware, step)
     (longest,) = {tokens.shape[1] for tokens in loaded.args[2]["tokens"]}

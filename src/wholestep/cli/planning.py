@@ -216,7 +216,7 @@ def chooser(shown: Screen, request: PlanRequest) -> ws.Auto:
         shown.note(f"without tensor parallelism: {tensor.found}")
     used = tensor if isinstance(tensor, ws.TensorParallel) else None
     refits = request.options.recomputes("auto") == "auto"
-    pipeline = None if request.pipeline is None else request.options.open_pipeline()
+    pipeline = None if request.pipeline is None else request.options.pipeline()
     return ws.Auto(
         request.options.memory,
         request.hardware,

@@ -62,9 +62,9 @@ class SharedOptions:
         Placement | None,
         _option("With an axis pp: which rank has a stage: over and over from the first (loop), or forth and back."),
     ] = None
-    seq: Annotated[int | None, _option("With --hf: tokens in each (2048, or the model's limit if less).", least=2)] = (
-        None
-    )
+    seq: Annotated[
+        str | None, _option("With --hf: tokens in each, as 4096, 128Ki or 1M (2048, or the model's limit if less).")
+    ] = None
     dtype: Annotated[Dtype | None, _option("With --hf: of parameters, gradients and optimizer state (float32).")] = None
     precision: Annotated[
         Precision | None,
@@ -163,25 +163,17 @@ class SharedOptions:
     @property
     def _of_hf(self) -> dict[str, Any]:
         names = ("batch", "seq", "dtype", "layers", "optimizer", "micro_batches")
-        return {name: getattr(self, name) for name in names}
+        length = None if self.seq is None else round(parse_count(self.seq, "--seq", least=2))
+        return {name: getattr(self, name) for name in names} | {"seq": length}
 
-    def pipeline(self, stages: int) -> Pipeline:
-        """The pipeline along an axis of so many ranks."""
+    def pipeline(self, stages: int = 0) -> Pipeline:
+        """The pipeline along an axis of so many ranks; of 0, one that leaves to a search what was not given."""
         from wholestep.plan.pipelines import Pipeline
 
-        return Pipeline(micro_batches=self.micro_batches or 4 * stages, **self._of_stages("1f1b"))
-
-    def open_pipeline(self) -> Pipeline:
-        """A pipeline that leaves to a search what was not given."""
-        from wholestep.plan.pipelines import Pipeline
-
-        return Pipeline(micro_batches=self.micro_batches or 1, **self._of_stages("auto"))
-
-    def _of_stages(self, order: str) -> dict[str, Any]:
-        return {
-            "schedule": order if self.schedule is None else self.schedule.value, "chunks": self.chunks,
-            "placement": "loop" if self.placement is None else self.placement.value,
-        }  # fmt: skip
+        order: Any = str(self.schedule or ("1f1b" if stages else "auto"))
+        placement: Any = str(self.placement or "loop")
+        pieces = self.micro_batches or 4 * stages or 1
+        return Pipeline(micro_batches=pieces, schedule=order, chunks=self.chunks, placement=placement)
 
     def spec(self, batch: int | None) -> ModelSpec | None:
         """The model of `--hf` with sequences of a rank; None without `--hf`."""
