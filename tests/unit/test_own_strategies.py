@@ -177,9 +177,13 @@ def of_one_stage(blocks: Mapping[str, Any], micro_batches: int, stages: int) -> 
     return two_ahead(blocks, micro_batches, stages)[:1]
 
 
+def of_names(blocks: Mapping[str, Any], micro_batches: int, stages: int) -> Any:
+    return [list(blocks)] * stages
+
+
 @pytest.fixture
 def registered() -> None:
-    for order in (two_ahead, without_the_last, twice, backwards_first, of_one_stage):
+    for order in (two_ahead, without_the_last, twice, backwards_first, of_one_stage, of_names):
         ws.stage_order(order.__name__)(order)
 
 
@@ -208,6 +212,7 @@ WRONG = {
     "twice": "missing or too often",
     "backwards_first": "waits for ever in front of",
     "of_one_stage": "stage 1 has 0 tasks",
+    "of_names": "needed: the tasks of each stage",
 }
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from math import ceil
 
-from ..errors import GraphError, PlanError
+from ..errors import GraphError, PlanError, shown
 from ..tuning import TUNING
+from ..typed_values import is_a
 from .block_runs import BlockCost, OrderResult, Orders, Task, on_shared_cores, peaks, simulate_orders
 from .list_schedule import list_schedule
 
@@ -134,8 +135,8 @@ def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], Stag
         fillers: gradients of weights are blocks of their own (`is_filler`), as in `zero_bubble`.
 
     Raises:
-        PlanError: the name is one of wholestep's own. When a plan is made: a stage runs other blocks than it has, or
-            not each once for each micro-batch, or stages would wait for each other.
+        PlanError: the name is one of wholestep's own. When a plan is made: a stage does not run each of its blocks once
+            for each micro-batch, or stages would wait for each other.
 
     Example:
         >>> @ws.stage_order("forwards first")
@@ -150,11 +151,11 @@ def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], Stag
 
     def register(order: StageOrder) -> StageOrder:
         def simulated(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> OrderResult:
-            tasks = tuple(map(tuple, order(blocks, pieces, stages)))
-            all_tasks = [
-                [t for t in product(blocks, range(pieces)) if blocks[t[0]].stage == at] for at in range(stages)
-            ]
-            next_step = f"correct {order.__qualname__}"
+            said, next_step = order(blocks, pieces, stages), f"correct {order.__qualname__}"
+            if not is_a(said, Sequence[Sequence[Task]]):
+                raise PlanError(f"order {name!r} is {shown(said)}", "the tasks of each stage", next_step)
+            tasks, every = tuple(map(tuple, said)), [*product(blocks, range(pieces))]
+            all_tasks = [[task for task in every if blocks[task[0]].stage == stage] for stage in range(stages)]
             for at, (ordered, needed) in enumerate(zip_longest(tasks, all_tasks, fillvalue=())):
                 if sorted(ordered) != sorted(needed):
                     other = next(iter(sorted({*ordered} ^ {*needed}) or ordered))
@@ -163,8 +164,7 @@ def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], Stag
             try:
                 return simulate_orders(blocks, pieces, tasks)
             except GraphError as error:
-                problem = f"order {name!r}: {error.found}"
-                raise PlanError(problem, error.needed, next_step) from error
+                raise PlanError(f"order {name!r}: {error.found}", error.needed, next_step) from error
 
         NAMED[name] = simulated
         APART.update([name] if fillers else [])
