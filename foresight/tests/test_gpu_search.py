@@ -351,6 +351,8 @@ def test_what_is_no_sweep(text: str) -> None:
         (["--global-batch", "8"], "no number of GPUs: needed one, or --sweep gpus=8,16,32"),
         (["--sweep", "gpus=8,16"], "no --global-batch: needed the sequences in a step"),
         (["8", "--global-batch", "8", "--batch", "2"], "--batch: the search chooses that"),
+        (["8", "--global-batch", "8", "--cp", "ring"], "--cp: the search has none; `wholestep simulate` takes it"),
+        (["8", "--global-batch", "8", "--offload-saved", "1"], "--offload-saved: the search has none;"),
         (["8", "--global-batch", "8", "--semantics", "global"], "--semantics global: only per_rank"),
         (["8", "--global-batch", "8", "--html", "x.html"], "--html without --sweep"),
         (["7", "--global-batch", "3", "--seq", "64"], "no setup of 7 GPUs can be planned"),

@@ -57,10 +57,8 @@ def sweep_of(text: str) -> Sweep:
     """
     over, _, listed = text.partition("=")
     parts = [part.strip() for part in listed.split(",")]
-    fault = PlanError(
-        f"--sweep {shown(text)}", f"{'|'.join(SWEPT)}=numbers, as gpus=8,16,32 or gpus=8,16,...,1024",
-        "correct it",
-    )  # fmt: skip
+    needed = f"{'|'.join(SWEPT)}=numbers, as gpus=8,16,32 or gpus=8,16,...,1024"
+    fault = PlanError(f"--sweep {shown(text)}", needed, "correct it")
     if over not in SWEPT or not all(part == _DOTS or re.fullmatch("[1-9][0-9]{0,8}", part) for part in parts):
         raise fault
     values: list[int] = []
@@ -104,8 +102,7 @@ class GpuPlanner:
         except PlanError as error:
             self.screen.note(f"without tensor parallelism: {error.found}")
             self.tensor = None
-        memory = self.options.memory
-        room = parse_bytes(memory, "--memory") if memory else self.hardware.memory_bytes
+        room = parse_bytes(memory, "--memory") if (memory := self.options.memory) else self.hardware.memory_bytes
         if room is None:
             refuse("measured hardware: needed --memory, as 80GiB, as it is not known")
         self.memory_bytes = room
@@ -191,9 +188,11 @@ def check(options: SharedOptions, gpus: int | None, global_batch: int | None, sw
         refuse("no number of GPUs: needed one, or --sweep gpus=8,16,32")
     if global_batch is None and (sweep is None or sweep.over != "batch"):
         refuse("no --global-batch: needed the sequences in a step")
-    for name in ("batch", "micro_batches", "tp"):
-        if getattr(options, name) is not None:
-            refuse(f"--{name.replace('_', '-')}: the search chooses that")
+    whys = dict.fromkeys(("batch", "micro_batches", "tp"), "the search chooses that")
+    whys |= dict.fromkeys(("cp", "tile_rows", "offload_saved"), "the search has none; `wholestep simulate` takes it")
+    for name, why in whys.items():
+        if getattr(options, name) != getattr(SharedOptions, name):
+            refuse(f"--{name.replace('_', '-')}: {why}")
     if options.semantics is not Semantics.per_rank:
         refuse("--semantics global: only per_rank has a batch for each rank")
 
