@@ -64,11 +64,8 @@ def _factor(axis: str, order: Sequence[str], mesh: Mesh) -> int:
 def layout_of(tensor: DTensor, mesh: Mesh) -> Layout:
     """The layout of a DTensor. Raises LayoutError for another mesh, or strided shards that match no order."""
     if tuple(tensor.device_mesh.shape) != tuple(a.size for a in mesh.axes):
-        raise LayoutError(
-            f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}",
-            f"the mesh of the step, {mesh}",
-            "pass plain tensors, or DTensors on that mesh",
-        )
+        problem = f"a DTensor of shape {list(tensor.shape)} on {tensor.device_mesh}"
+        raise LayoutError(problem, f"the mesh of the step, {mesh}", "pass plain tensors, or DTensors on that mesh")
     return layout_from(tensor.placements, tensor.dim(), mesh)
 
 
@@ -99,10 +96,8 @@ def layout_from(placed: Sequence[object], ndim: int, mesh: Mesh) -> Layout:
     for dim, axes in enumerate(dims):
         orders = [o for o in permutations(axes) if all(_factor(a, o, mesh) == factors[a] for a in o)]
         if not orders:
-            raise LayoutError(
-                f"a DTensor placed as {tuple(placed)} on {mesh}",
-                "strided shards that match an order of the axes",
-                "redistribute it, to Shard() or Replicate() on each axis",
-            )
+            problem = f"a DTensor placed as {tuple(placed)} on {mesh}"
+            needed = "strided shards that match an order of the axes"
+            raise LayoutError(problem, needed, "redistribute it, to Shard() or Replicate() on each axis")
         dims[dim] = orders[0]
     return Layout(tuple(dims), tuple(sorted(partial)), owned=tuple(sorted(owned)))

@@ -54,9 +54,8 @@ class Mesh:
         names = [axis.name for axis in axes]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise MeshError(
-                f"mesh {shown(spec)} names axis {repeated[0]!r} twice", "each axis name once", "rename one of them"
-            )
+            problem = f"mesh {shown(spec)} names axis {repeated[0]!r} twice"
+            raise MeshError(problem, "each axis name once", "rename one of them")
         if prod(axis.size for axis in axes) > _MOST_RANKS:
             problem = f"mesh {shown(spec)} has more ranks than torch counts"
             raise MeshError(problem, f"at most {_MOST_RANKS} ranks", "correct the sizes")

@@ -4,6 +4,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from itertools import product
+from math import prod
 from typing import Any, cast
 
 import pytest
@@ -33,7 +34,7 @@ from wholestep.rules.aten.query_pieces import key_piece, query_piece
 pytestmark = pytest.mark.usefixtures("double")
 
 TOLERANCE = 1e-10
-HEADS, KEY_HEADS, WIDTH, DIM = 4, 2, 4, 16
+HEADS, KEY_HEADS, WIDTH, DIM, CLASSES = 4, 2, 4, 16, 13
 Mask = Callable[[int], Any]
 aten = torch.ops.aten
 
@@ -196,6 +197,57 @@ def test_composes(mesh: str, parallel: Any) -> None:
     assert planned.strategies is not None
     assert planned.strategies.context is not None
     assert bool(planned.options.balanced) == bool(planned.strategies.context.balance)
+
+
+class Predicts(nn.Module):
+    """Scores of the next tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attends, self.head = Attends(MASKS["causal"]), nn.Linear(DIM, CLASSES)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.attends(ids))
+
+
+PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "all but the last": lambda scores, ids: F.cross_entropy(scores[:, :-1].flatten(0, 1), ids[:, 1:].flatten()),
+    "two ahead": lambda scores, ids: F.cross_entropy(scores[:, :-2].flatten(0, 1), ids[:, 2:].flatten()),
+    "behind the first": lambda scores, ids: scores[:, 1:].square().sum() / 99 + scores[:, 1:-1].sum() / 50,
+    "of each row": lambda scores, ids: sum(
+        (F.cross_entropy(s[:-1], i[1:]) for s, i in zip(scores, ids, strict=True)), torch.zeros(())
+    ),
+}
+
+
+@pytest.mark.usual("2-8-all but the last", "3-11-two ahead", "4-11-all but the last", "4-7-behind the first")
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("length", [8, 7, 11, 5])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_part_of_the_tokens_stays_where_it_is(ranks: int, length: int, part: str) -> None:
+    """Pieces of 11 tokens and of 10 begin at other places: the few scores between go to the rank that needs them. No
+    rank has those of all tokens, or computes them.
+    """
+
+    def step(model: nn.Module, optimizer: Optimizer, ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = PARTS[part](model(ids), ids)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = _one(Predicts, 2, length, step)
+    methods: tuple[Any, ...] = ("gather", "ring", *["heads"] * (ranks == 2))
+    for method in methods:
+        comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method=method))
+        assert not comparison.plan.repeated
+        tensors = [tensor for node in comparison.local.graph.nodes if (tensor := meta.tensor(node))]
+        scores = [
+            prod(t.shape[:-1])
+            for t in tensors
+            if t.shape[-1:] == (CLASSES,) and DIM not in t.shape and 0 not in t.stride
+        ]
+        assert max(scores) <= 2 * -(-length // ranks)
 
 
 # -- work and bytes --------------------------------------------------------------------------------------

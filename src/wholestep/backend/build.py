@@ -29,9 +29,8 @@ def backend_of(backend: Backend | str) -> Backend:
     names = ", ".join(map(repr, BACKENDS))
     if isinstance(backend, str):
         if backend not in BACKENDS:
-            raise BackendError(
-                f"backend {shown(backend)} is unknown", f"one of {names}, or a Backend", "correct the name"
-            )
+            problem = f"backend {shown(backend)} is unknown"
+            raise BackendError(problem, f"one of {names}, or a Backend", "correct the name")
         return BACKENDS[backend]()
     text = f"backend={shown(backend)}"
     if isinstance(backend, type):

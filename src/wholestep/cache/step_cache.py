@@ -138,9 +138,8 @@ def folder_of(cache: str | os.PathLike[str] | None) -> Path | None:
     if "\0" in named:
         raise CacheError(f"cache={shown(named)}", "the name of a folder", "name another")
     if is_file:
-        raise CacheError(
-            f"cache={shown(str(named))} is a file", "a folder, which is made if there is none", "name another"
-        )
+        problem = f"cache={shown(str(named))} is a file"
+        raise CacheError(problem, "a folder, which is made if there is none", "name another")
     return folder
 
 

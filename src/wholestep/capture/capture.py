@@ -415,11 +415,9 @@ def _trace_until_carried(request: Request) -> Traced:
             return traced
         if needed <= request.promoted:
             path = sorted(needed.numbers | needed.tensors)[0]
-            raise CaptureError(
-                f"the step changes {path} in a way that cannot be carried from call to call",
-                "a number or a tensor that one place holds",
-                f"return the new value from the step, or use {CALLBACK}",
-            )
+            problem = f"the step changes {path} in a way that cannot be carried from call to call"
+            needed = "a number or a tensor that one place holds"
+            raise CaptureError(problem, needed, f"return the new value from the step, or use {CALLBACK}")
         request = replace(request, promoted=request.promoted | needed)
 
 
@@ -480,11 +478,8 @@ def _check_devices(
             text = f"{name!r} is on device {device_text}{others_text}, the model is on 'meta'"
             needed = f"the device to make the model on; without one, the step runs on {kind!r}"
             raise CaptureError(text, needed, f"give device={device_text.type!r}")
-        raise CaptureError(
-            f"{name!r} is on device {device_text}{others_text}",
-            f"everything on {kind!r}, where this step runs",
-            f"move it: .to({kind!r})",
-        )
+        problem = f"{name!r} is on device {device_text}{others_text}"
+        raise CaptureError(problem, f"everything on {kind!r}, where this step runs", f"move it: .to({kind!r})")
     if kind == "cuda" and not torch.backends.cuda.is_built():  # autograd would end the process
         text = f"device={device!r}, with torch {torch.__version__}, which was built without CUDA"
         raise CaptureError(text, "a build of torch with CUDA; a GPU is not needed", "install it, or leave device= out")

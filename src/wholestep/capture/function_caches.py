@@ -40,12 +40,9 @@ class CachedCall:
     def error(self, what: str) -> CaptureError:
         """The error for a call that `what` makes impossible to make before the step."""
         name = self.cache.__wrapped__.__qualname__
-        return CaptureError(
-            f"the cached function {name} {what} while the step is captured",
-            "a result that is there before the step runs, which each call then uses",
-            f"call {name} once before the first step",
-            self.line,
-        )
+        problem = f"the cached function {name} {what} while the step is captured"
+        needed = "a result that is there before the step runs, which each call then uses"
+        return CaptureError(problem, needed, f"call {name} once before the first step", self.line)
 
 
 class CachedCalls:

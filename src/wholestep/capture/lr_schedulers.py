@@ -59,12 +59,9 @@ class Schedulers:
                 self._line(),
             )
         if any(isinstance(v, torch.Tensor) and v not in self._numbers for v in arguments):
-            raise CaptureError(
-                f"the step passes a tensor to {type(scheduler).__name__}.step",
-                "a scheduler's step without arguments, or with numbers",
-                "call it after the compiled step",
-                self._line(),
-            )
+            problem = f"the step passes a tensor to {type(scheduler).__name__}.step"
+            needed = "a scheduler's step without arguments, or with numbers"
+            raise CaptureError(problem, needed, "call it after the compiled step", self._line())
 
     def _dry_run(
         self, scheduler: LRScheduler, tables: Sequence[dict[str, Any]], args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -239,20 +239,16 @@ def _update_scale(
 def refuse_open_scalers(scalers: Iterable[torch.amp.GradScaler]) -> None:
     """Raise CaptureError if the step uses a scaler and does not call its `update()`."""
     if any(_torch.scaler_calls(scaler) for scaler in scalers):
-        raise CaptureError(
-            "the step uses a GradScaler and does not call its update()",
-            "scale, step and update of one call in the compiled step",
-            "call scaler.update() at the end of the step",
-        )
+        problem = "the step uses a GradScaler and does not call its update()"
+        needed = "scale, step and update of one call in the compiled step"
+        raise CaptureError(problem, needed, "call scaler.update() at the end of the step")
 
 
 def _refuse_batches_inside(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace the iteration over a DataLoader."""
-    raise CaptureError(
-        "the step takes a batch from a DataLoader while it is captured: all later steps would reuse it",
-        "batches as arguments of the step",
-        "iterate over the loader outside, and call the step with each batch",
-    )
+    problem = "the step takes a batch from a DataLoader while it is captured: all later steps would reuse it"
+    needed = "batches as arguments of the step"
+    raise CaptureError(problem, needed, "iterate over the loader outside, and call the step with each batch")
 
 
 def _refuse_collective(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -27,11 +27,9 @@ def drawn_once(name: str, where: str = "") -> CaptureError:
 
 def refuse_seeds(original: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace torch.manual_seed, torch.seed and torch.set_rng_state."""
-    raise CaptureError(
-        "the step seeds torch's random numbers (manual_seed, seed, or set_rng_state with a state from elsewhere)",
-        "a random stream that continues from step to step: a compiled step has its own stream",
-        "seed before the first call, or draw the numbers outside and pass them in",
-    )
+    problem = "the step seeds torch's random numbers (manual_seed, seed, or set_rng_state with a state from elsewhere)"
+    needed = "a random stream that continues from step to step: a compiled step has its own stream"
+    raise CaptureError(problem, needed, "seed before the first call, or draw the numbers outside and pass them in")
 
 
 def refuse_generators(named: dict[str, Any]) -> None:

@@ -42,11 +42,9 @@ def form_of(function: Any) -> Callable[..., Any] | None:
 
 
 def _depends_on_rank(part: str, path: str) -> NoReturn:
-    raise CaptureError(
-        f"the step uses {part} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix",
-        "its solution only",
-        "use `.solution`, and compute residuals as `(A @ x - b).square().sum(-2)`",
-    )
+    problem = f"the step uses {part} of torch.linalg.lstsq, whose sizes or values depend on the rank of the matrix"
+    needed = "its solution only"
+    raise CaptureError(problem, needed, "use `.solution`, and compute residuals as `(A @ x - b).square().sum(-2)`")
 
 
 def _lstsq(

@@ -67,11 +67,8 @@ def skip_nonfinite(graph: TrainGraph, fresh_grads: bool, foreach: bool) -> tuple
 def refuse_unskippable(state: StepState, effects: Effects) -> None:
     """Raise CaptureError if a skipped step would change state on the host, or is skipped by a GradScaler already."""
     if state.scalers:
-        raise CaptureError(
-            "the step has a GradScaler, which skips a step whose gradients are not finite, and on_nonfinite",
-            "one of them",
-            "leave out on_nonfinite, or use bfloat16 without a scaler",
-        )
+        problem = "the step has a GradScaler, which skips a step whose gradients are not finite, and on_nonfinite"
+        raise CaptureError(problem, "one of them", "leave out on_nonfinite, or use bfloat16 without a scaler")
     buffers = {(id(container), key): name for name, buffer in state.buffers.items() for container, key in buffer.places}
     for write in effects.writes:
         holder, key = write.place.holder, write.place.key

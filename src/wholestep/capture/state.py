@@ -154,11 +154,9 @@ def _refuse_wrapped(prefix: str, root: nn.Module) -> None:
     modules = cast("Iterable[tuple[str, nn.Module]]", root.named_modules())
     scripted = [path for path, module in modules if isinstance(module, torch.jit.ScriptModule)]
     if scripted:
-        raise StateError(
-            f"module {scripted[0] or prefix or type(root).__name__!r} is under torch.jit.script",
-            "modules in Python: TorchScript hides its parameters, and its gradients take another form in each call",
-            "remove torch.jit.script: the whole step is compiled anyway",
-        )
+        problem = f"module {scripted[0] or prefix or type(root).__name__!r} is under torch.jit.script"
+        needed = "modules in Python: TorchScript hides its parameters, and its gradients take another form in each call"
+        raise StateError(problem, needed, "remove torch.jit.script: the whole step is compiled anyway")
     compiled = [m for m in root.modules() if type(m).__name__ == "OptimizedModule" or _torch.is_compiled(m)]
     if compiled:
         warn_once(

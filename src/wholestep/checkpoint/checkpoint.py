@@ -159,9 +159,8 @@ def _check_stateful(stateful: Mapping[str, Stateful] | None) -> None:
             raise CheckpointError(problem, "another name", "leave it out: what modules keep is saved with them")
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(component, method, None)):
-                raise CheckpointError(
-                    f"stateful {name!r} is {shown(component)}", f"an object with {method}()", "leave it out"
-                )
+                problem = f"stateful {name!r} is {shown(component)}"
+                raise CheckpointError(problem, f"an object with {method}()", "leave it out")
 
 
 def load(

@@ -218,9 +218,8 @@ def new_folder(target: Path, ranks: Ranks) -> Generator[Path]:
 
 def _aside(target: Path) -> Path:
     if durable.is_remote(target):
-        raise CheckpointError(
-            f"{target} is on an object store", "a folder of a file system", "copy the files there later"
-        )
+        problem = f"{target} is on an object store"
+        raise CheckpointError(problem, "a folder of a file system", "copy the files there later")
     if target.exists() and not (target.is_dir() and next(target.iterdir(), None) is None):
         raise CheckpointError(f"{target} is there already", "a new folder, or an empty one", "name another")
     with durable.explained(target):

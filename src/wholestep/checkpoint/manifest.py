@@ -137,9 +137,8 @@ def read(folder: Path) -> Manifest:
         manifest = cast(Manifest, decoded(Manifest, fields))
         _check(manifest)
     except MalformedError as error:
-        raise CheckpointError(
-            f"checkpoint {folder}: its {NAME} is malformed: {error.found}", error.needed, ""
-        ) from error
+        problem = f"checkpoint {folder}: its {NAME} is malformed: {error.found}"
+        raise CheckpointError(problem, error.needed, "") from error
     return manifest
 
 

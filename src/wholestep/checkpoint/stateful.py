@@ -100,9 +100,8 @@ def load_stateful(objects: Mapping[str, Stateful], states: Mapping[str, dict[str
             objects[name].load_state_dict(state)
         except Exception as error:
             problem = f"{_called(name)} does not take its state back: {first_line(error)}"
-            raise CheckpointError(
-                problem, "the object that was saved, or one like it", "look at its own error"
-            ) from error
+            problem, needed = problem, "the object that was saved, or one like it"
+            raise CheckpointError(problem, needed, "look at its own error") from error
 
 
 def to_bytes(what: str, value: Any) -> bytes:

@@ -181,10 +181,8 @@ class BlockRuns:
         by_stage: list[list[Task]] = [[] for _ in range(self.stages)]
         for stage, name, piece, _, _ in ordered:
             by_stage[stage].append((name, piece))
-        orders = tuple(map(tuple, by_stage))
-        return OrderResult(
-            orders, max(self.free, default=0.0), tuple(ordered), peaks(self.blocks, orders), tuple(self.waited)
-        )
+        orders, end_us = tuple(map(tuple, by_stage)), max(self.free, default=0.0)
+        return OrderResult(orders, end_us, tuple(ordered), peaks(self.blocks, orders), tuple(self.waited))
 
 
 @dataclass

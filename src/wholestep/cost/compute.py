@@ -238,9 +238,8 @@ def most_of_ranks(
     ranges = (tuple(map(_of_hint, numbers)) for numbers in (starts, lengths))
     queries, before, after = _most_attended(*ranges, _of_hint(keys if seen is None else seen))
     count = 4.0 * batch * heads * queries * (2 * before + after) * width * (2.5 if call.backward else 1.0)
-    return replace(
-        call, flops=count, attention=(batch, heads, queries, round(before + after), width), keys_before=before
-    )
+    sizes = batch, heads, queries, round(before + after), width
+    return replace(call, flops=count, attention=sizes, keys_before=before)
 
 
 def _of_hint(number: _RankNumber) -> _RankNumber:

@@ -76,9 +76,8 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
                 open_.add(key)
             elif action.kind == "wait":
                 if key not in open_:
-                    raise GraphError(
-                        f"stage {stage} waits for {_shown(key)}, which it does not receive", "post before wait"
-                    )
+                    problem = f"stage {stage} waits for {_shown(key)}, which it does not receive"
+                    raise GraphError(problem, "post before wait")
                 open_.remove(key)
             elif action.kind == "send":
                 going.add(key)
@@ -90,9 +89,8 @@ def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Mess
         if open_:
             raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
         if going:
-            raise GraphError(
-                f"stage {stage} does not wait until {_shown(min(going))} has left", "a wait for each message"
-            )
+            problem = f"stage {stage} does not wait until {_shown(min(going))} has left"
+            raise GraphError(problem, "a wait for each message")
 
 
 def _check_runs(
@@ -107,9 +105,8 @@ def _check_runs(
         if action.kind == "wait":
             have.add(key)
         elif action.kind == "send" and (messages[action.name].value, action.piece) not in have:
-            raise GraphError(
-                f"stage {stage} has to {action} before its value is there", "each value before its readers"
-            )
+            problem = f"stage {stage} has to {action} before its value is there"
+            raise GraphError(problem, "each value before its readers")
         elif action.kind == "run":
             if key not in pending:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each run once")

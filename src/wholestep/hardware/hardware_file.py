@@ -27,9 +27,8 @@ def load(path: str | Path) -> Hardware:
     try:
         body = parse(Path(path).read_bytes())
     except (OSError, ValueError, MalformedError) as error:  # also a path with a null
-        raise PlanError(
-            f"hardware {str(path)!r} cannot be read: {error}", "JSON as `Hardware.save` writes it"
-        ) from error
+        problem = f"hardware {str(path)!r} cannot be read: {error}"
+        raise PlanError(problem, "JSON as `Hardware.save` writes it") from error
     return from_json(body, str(path))
 
 

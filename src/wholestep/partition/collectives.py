@@ -314,9 +314,8 @@ def note_owner(node: Node, layout: Layout | None, stage_axis: str, owner_axis: s
     meta.set_owner(node, owned.pop(owner_axis, None))
     if owned:
         problem = f"%{node.name} is owned along {next(iter(owned))!r}"
-        raise LayoutError(
-            problem, f"the axis of stages or of owners, {stage_axis or owner_axis or 'and the plan has none'}"
-        )
+        needed = f"the axis of stages or of owners, {stage_axis or owner_axis or 'and the plan has none'}"
+        raise LayoutError(problem, needed)
 
 
 def _moves(shape: Sequence[int], dim: int) -> bool:

@@ -216,6 +216,8 @@ class _Lowering:
             inputs = [self._in_dim_order(node.target, n, at, layout) for n, at, layout in shards]
         if (ring := self.rings.ring(node)) is not None:
             return self.rings.call(node, ring, inputs, self._local_outputs(node))
+        if inputs and (part := self.rings.part(node, inputs[0])) is not None:
+            return part
         added = {} if self.balanced.queries(node) else self.extended.operands(node, decision, inputs)
         ready = iter(inputs)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))

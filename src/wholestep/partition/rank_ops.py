@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -89,9 +89,16 @@ def rows_at(x: Tensor, starts: list[int], lengths: list[int]) -> Tensor:
     return torch.cat([x.narrow(0, start, length) for start, length in zip(starts, lengths, strict=True)]).contiguous()
 
 
-def between(x: Tensor, around: Tensor, before: int) -> Tensor:
-    """Return `x` with the first rows of `around` before it, and the others behind."""
-    return torch.cat([around[:before], x, around[before:]]).contiguous()
+def range_with_rows(
+    x: Tensor, dim: int, start: int, length: int, rows: Tensor, before: int, zeros: Sequence[int] = (0, 0)
+) -> Tensor:
+    """Return `length` places of `dim` from `start` on, with the first `rows` before them, the others behind them, and
+    so many zeros around.
+    """
+    rows, shape = rows.movedim(0, dim), list(x.shape)
+    around = [x.new_zeros([*shape[:dim], n, *shape[dim + 1 :]]) for n in zeros]
+    first, others = rows.tensor_split([before], dim)
+    return torch.cat([around[0], first, x.narrow(dim, start, length), others, around[1]], dim).contiguous()
 
 
 def plus_rows(x: Tensor, first: int, size: int, rows: Tensor, starts: list[int], lengths: list[int]) -> Tensor:

@@ -1,6 +1,7 @@
 """Calls of attention in a ring: a rank attends to its own keys and values, and then to those that arrive from the rank
 before it, which it passes on while it computes. Gradients of keys and values go to the rank that has them. By a mask
-that is a window, ranks send each other what is within reach, before a call, and its gradients after it.
+that is a window, ranks send each other what is within reach, before a call, and its gradients after it. So they do for
+a part of the tokens, as without the last ones.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from torch.fx.node import map_arg
 from ..graph import meta
 from ..graph.meta import TensorMeta, contiguous, one_tensor, with_shape
 from ..graph.nodes import add_node, operands
-from ..layout import OfOwner
+from ..layout import OfOwner, chunk_range
+from ..plan.op_strategies import part_of
 from ..plan.plan import Plan
-from ..plan.ring_attention import END, FIRST, LAST, START, ZERO, Ring, ring_of
+from ..plan.ring_attention import END, FIRST, LAST, START, ZERO, Ring, ring_of, shared
 from ..rules.aten.query_pieces import key_piece
+from ..sizes import least, most, text_of
 from . import rank_ops
 from .collectives import Emitter, note_owner
 
 aten = torch.ops.aten
 funcol = torch.ops._c10d_functional
+_Span = tuple[int, int]
 _IN_ROWS = rank_ops.tokens_first, rank_ops.after, funcol.all_to_all_single.default, funcol.wait_tensor.default
 
 
@@ -85,21 +89,53 @@ class RingCalls:
             self.results[node, place] = self._cast(node, value, tensor)
         return cast(Node, first)
 
+    def part(self, node: Node, x: Node) -> Node | None:
+        """Write a call that takes a part of a dim of which ranks have pieces, or puts one among zeros: they send each
+        other what is in pieces of others in its operand and in its result. None: of other calls.
+        """
+        decision, place = self.plan.decisions[node.name], part_of(node)
+        if place is None or not (axes := decision.operands[0].dims[place[1]]):
+            return None
+        (_, dim, first), mesh, shapes = place, self.plan.mesh, [one_tensor(n).shape for n in (operands(node)[0], node)]
+        parts, size = mesh.axis_size(axes[0]), shapes[0][dim]
+        own, wanted = ([chunk_range(shape[dim], parts, i) for i in range(parts)] for shape in shapes)
+        spans = [(start, start + length) for start, length in own]
+        asked = [(start + first, start + first + length) for start, length in wanted]
+        inside = [(least(most(0, since), size), least(most(0, until), size)) for since, until in asked]
+        front = [least(most(0, -since), until - since) for since, until in asked]
+        back = [most(0, until - most(since, size)) for since, until in asked]
+        order = [dim, *(d for d in range(len(shapes[0])) if d != dim)]
+        turned = contiguous([one_tensor(x).shape[d] for d in order], one_tensor(x))
+        rows = self._call(node, aten.permute.default, (x, order), turned)
+        args = x, dim, *self._wanted(node, rows, axes[0], spans, inside), [_numbers(axes[0], n) for n in (front, back)]
+        shape = decision.outputs[0].local_shape(shapes[1], mesh, mesh.coordinate(0))
+        return self._call(node, rank_ops.range_with_rows, args, contiguous(shape, one_tensor(x)))
+
+    def _wanted(self, node: Node, rows: Node, axis: str, own: Sequence[_Span], wanted: Sequence[_Span]) -> list[Any]:
+        """Of the wanted places those that a rank has, as start and number, and the rows of the others: how many of them
+        are in front of these.
+        """
+        starts, there, here, kept = shared(axis, own, wanted)
+        rows = self._rows(node, rows, starts, there)
+        if any(text_of(n) != 0 for sender in here for n in sender.numbers):
+            rows = self._exchanged(node, rows, there, here)
+        before = [sum(sender.numbers[i] for sender in here[:i]) for i in range(len(own))]
+        return [_numbers(axis, [n.numbers[i] for i, n in enumerate(starts)]), kept, rows, _numbers(axis, before)]
+
     def _near(self, node: Node, ring: Ring, keys: Sequence[Node]) -> list[Node]:
         """Keys and values within reach of the queries of a rank, once for forward and backward."""
         at = slice(ring.key, ring.key + 2)
         key = tuple(operands(node)[at]), self.plan.decisions[node.name].operands[at], ring.reach
         if key not in self.near:
-            message, (starts, there, here) = self._joined(node, keys), ring.shared()
-            sent = self._exchanged(node, self._rows(node, message, starts, there), there, here)
-            before, count = ring.keys_between(FIRST, START, start=True), ring.keys_between(FIRST, LAST).numbers[0]
-            whole = self._call(node, rank_ops.between, (message, sent, before), _with_rows(message, count))
+            message, count = self._joined(node, keys), ring.keys_between(FIRST, LAST).numbers[0]
+            args = message, 0, *self._wanted(node, message, ring.axis, *ring.own_and_near)
+            whole = self._call(node, rank_ops.range_with_rows, args, _with_rows(message, count))
             self.near[key] = self._parted(node, whole, keys)
         return self.near[key]
 
     def _returned(self, node: Node, ring: Ring, total: Node) -> Node:
         """The sum of the gradients of a rank's own keys and values: `total` has those of all within reach."""
-        starts, there, here = ring.shared()
+        starts, there, here, _ = shared(ring.axis, *ring.own_and_near)
         sides = ring.keys_between(FIRST, START), ring.keys_between(END, LAST)
         firsts, size = (0, ring.keys_between(FIRST, END, start=True)), ring.keys_between(START, END)
         back = self._exchanged(node, self._rows(node, total, firsts, sides), here, there)
@@ -188,6 +224,10 @@ class RingCalls:
         note_owner(new, layout, self.plan.stage_axis, self.plan.owner_axis)
         meta.set_strided(new, new.target not in _IN_ROWS)
         return new
+
+
+def _numbers(axis: str, numbers: Sequence[int]) -> OfOwner:
+    return OfOwner(axis, tuple(numbers), start=True)
 
 
 def _wide(tensor: TensorMeta) -> TensorMeta:

@@ -191,11 +191,9 @@ class StageCut:
         for node in self.nodes:
             if node.target is transfer:
                 value, source, target = cast("tuple[Node, int, int]", node.args[:3])
-                tensor = meta.one_tensor(node)
-                shape = tuple(cast(Sequence[int], node.args[3]))
-                self.messages[node.name] = Message(
-                    node.name, value.name, source, target, shape, tensor.dtype, tensor.size_bytes
-                )
+                tensor, shape = meta.one_tensor(node), tuple(cast(Sequence[int], node.args[3]))
+                what = shape, tensor.dtype, tensor.size_bytes
+                self.messages[node.name] = Message(node.name, value.name, source, target, *what)
         for stage in range(self.count):
             if self.stages is None or stage in self.stages:
                 self._stage(stage)

@@ -91,11 +91,9 @@ def _with_collectives_in(graph: Graph, place: Mapping[str, int], label: str) -> 
 
 
 def _other_order(count: int, first_count: int) -> RankMismatchError:
-    return RankMismatchError(
-        f"this rank cannot run its {count} collectives in the order of the first rank's {first_count}",
-        "ranks whose programs differ only in sizes of the batch",
-        "pass schedule=None, or batches for which the step is the same",
-    )
+    problem = f"this rank cannot run its {count} collectives in the order of the first rank's {first_count}"
+    needed = "ranks whose programs differ only in sizes of the batch"
+    return RankMismatchError(problem, needed, "pass schedule=None, or batches for which the step is the same")
 
 
 def in_one_order(steady: LocalGraph) -> LocalGraph:

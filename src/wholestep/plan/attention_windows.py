@@ -54,10 +54,8 @@ def near_tokens(node: Node, parts: int) -> int | None:
 
 def mask_of(node: Node) -> int | None:
     """The place of the mask among the operands of a call of attention."""
-    slots = Call.of(node).slots
-    return next(
-        (slot.positions[0] for slot in slots if slot.name in ("attn_mask", "attn_bias") and slot.positions), None
-    )
+    masks = (slot.positions for slot in Call.of(node).slots if slot.name in ("attn_mask", "attn_bias"))
+    return next((places[0] for places in masks if places), None)
 
 
 def reach_of(node: Node) -> tuple[int, int] | None:

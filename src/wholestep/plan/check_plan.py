@@ -25,7 +25,7 @@ from ..rules.registry import draws, is_random
 from ..rules.rule import BoundRule, Group
 from ..typed_values import check_fields
 from .decision import Decision
-from .op_strategies import cut, ring, through, whole
+from .op_strategies import cut, part_of, ring, through, whole
 from .plan import Plan
 from .plan_form import check_form
 from .rows_in_any_order import check_rows, states_along
@@ -190,13 +190,13 @@ class _Check:
                 good = _varies(node, takes, list(gives.values()))
             else:
                 rule = find_rule(node)
-                good = rule is not None and _follows(rule, takes, gives)
+                part = part_of(node)
+                is_part = part is not None and (part[0].takes, part[0].gives) == (dict(enumerate(takes)), gives)
+                good = rule is not None and (is_part or _follows(rule, takes, gives))
                 cuts = True
             if not good:
-                needed = "layouts that the rule of the op allows"
-                raise self._refused(
-                    node, f"({node.target}) cannot compute {_states(takes, gives)} along {axis}", needed
-                )
+                problem = f"({node.target}) cannot compute {_states(takes, gives)} along {axis}"
+                raise self._refused(node, problem, "layouts that the rule of the op allows")
         rule = find_rule(node) if cuts else None
         if rule is not None:
             for group in rule.groups:
@@ -288,10 +288,8 @@ def _options(
 def _matches(
     option: tuple[Mapping[int, AxisState], ...], states: Mapping[int, AxisState], gives: Mapping[int, AxisState]
 ) -> bool:
-    option_takes, option_gives = option
-    return all(states[i] == s for i, s in option_takes.items() if i in states) and all(
-        gives[o] == s for o, s in option_gives.items() if o in gives
-    )
+    pairs = zip(option, (states, gives), strict=True)
+    return all(have[place] == state for of, have in pairs for place, state in of.items() if place in have)
 
 
 def _states(takes: Sequence[AxisState], gives: Mapping[int, AxisState]) -> str:

@@ -25,7 +25,7 @@ from ..rules.rule import Group
 from .attention_windows import mask_of, near_tokens, reach_of
 from .data_parallel import BatchDim, stored
 from .decision import Decision
-from .op_strategies import NEAR, RING, ring
+from .op_strategies import NEAR, PART, RING, part_of, ring
 from .propagation_inputs import moving
 from .storage_styles import style_named
 from .strategy import Pins, States, Stored
@@ -101,10 +101,10 @@ class ContextParallel(OneAxis):
         if parts == 1:
             return Pins()
         reads, biases = self._looked_up(graph, lengths)
+        strategies: dict[str, _Ways] = {n.name: {self.axis: (PART,)} for n in moving(graph) if _takes_most(n, lengths)}
         if self.method == "ring":
             rings = {name: {self.axis: (RING,)} for name in self._rings(graph, lengths)}
-            return Pins(reads=reads, op_strategies=biases | rings)
-        strategies = dict[str, _Ways]()
+            return Pins(reads=reads, op_strategies=strategies | biases | rings)
         for node, group in _attention(graph):
             query = next(i for i, term in group.operands.items() if _QUERIES in term)
             dim = group.operands[query].index(_QUERIES)
@@ -213,6 +213,15 @@ class ContextParallel(OneAxis):
         """One line for the head of a plan."""
         stored_as = style_named(self.style or "fully_shard").name
         return f"context parallel on {self.axis}, attention by {self.method}, {stored_as}"
+
+
+def _takes_most(node: Node, lengths: set[int]) -> bool:
+    """Whether a call takes most of the tokens, as for predictions of the next ones, or puts them among all."""
+    if (place := part_of(node)) is None or not meta.one_tensor(node).dtype.is_floating_point:
+        return False
+    shapes, dim = [meta.one_tensor(n).shape for n in (operands(node)[0], node)], place[1]
+    few, many = sorted(shapes, key=lambda shape: int(shape[dim]))
+    return [d for d, n in enumerate(many) if n in lengths] == [dim] and 2 * int(few[dim]) > int(many[dim])
 
 
 def _mask_bytes(node: Node) -> int:

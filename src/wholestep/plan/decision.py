@@ -81,6 +81,5 @@ class Objective:
         return 1 - self.bound_s / self.batch_s if self.batch_s else 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{seconds(self.batch_s)} for a batch by simulation, at least {seconds(self.bound_s)}, gap {self.gap:.1%}"
-        )
+        batch, bound = seconds(self.batch_s), seconds(self.bound_s)
+        return f"{batch} for a batch by simulation, at least {bound}, gap {self.gap:.1%}"

@@ -19,7 +19,7 @@ from ..layout import AxisState, Layout
 from ..mesh import Mesh
 from ..reshard import reshard
 from ..rules.rule import Group
-from .op_strategies import NEAR, RING, OpStrategy
+from .op_strategies import NEAR, PART, RING, OpStrategy
 
 if TYPE_CHECKING:
     from .decision import Decision
@@ -43,6 +43,8 @@ def reason(option: OpStrategy, group: Group, nodes: Sequence[Node], states: Sequ
     """Why an op strategy was chosen: an operand that is sharded, partial values that pass through, or neither."""
     if option.name == NEAR:
         return "a window: queries stay, and ranks send keys and values to those whose queries are near by the mask"
+    if option.name == PART:
+        return "a part of a dim: ranks send each other what is in pieces of others before or behind the call"
     if option.name == RING:
         return "a ring: queries stay, and keys and values go from rank to rank"
     if option.factor:
@@ -138,9 +140,8 @@ def explain(plan: Plan, name: str) -> str:
     node = plan.input_nodes.get(name, "")
     for reader, decision in plan.decisions.items():
         if node and node in decision.reads:
-            lines.append(
-                f"  read by %{reader} as {decision.operands[decision.reads.index(node)].show(spec.meta.shape)}"
-            )
+            layout = decision.operands[decision.reads.index(node)]
+            lines.append(f"  read by %{reader} as {layout.show(spec.meta.shape)}")
             lines += [f"    {line}" for line in _moves_of(decision, node)]
     gradients = [n for n, d in plan.decisions.items() if d.gradient_of == name]
     for gradient in gradients if spec.role is Role.PARAM else ():

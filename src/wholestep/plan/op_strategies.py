@@ -6,10 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
 
-from ..layout import REPLICATED, AxisState, partial_by, sharded_along
-from ..rules.rule import BoundRule, Group
+from torch.fx import Node
 
-WHOLE, RING, NEAR = "whole", "ring", "near"
+from ..graph.op_kinds import packet_name
+from ..layout import REPLICATED, AxisState, partial_by, sharded_along
+from ..rules.call import Call
+from ..rules.rule import BoundRule, Group
+from ..sizes import text_of
+
+WHOLE, RING, NEAR, PART = "whole", "ring", "near", "part"
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class OpStrategy:
     """The states along an axis of the operands (`takes`) and outputs (`gives`) of a group, by position.
 
     `factor` is the sharded factor, or empty. `name` is `whole`, `cut f` for factor f, `partial 0 sum` for sums
-    through the first pass-through of the group, `ring`, or `near` with a mask.
+    through the first pass-through of the group, `ring`, `near` with a mask, or `part` of a dim.
     """
 
     name: str
@@ -66,6 +71,21 @@ def ring(rule: BoundRule, group: Group) -> OpStrategy | None:
     cuts = [dict.fromkeys((at, at + 1), sharded_along(2)) for at in (1 + backward, 1)]
     takes, gives = {**base.takes, **cuts[0]}, {**base.gives, **(cuts[1] if backward else {})}
     return OpStrategy(NEAR if masked else RING, takes, gives, "q")
+
+
+def part_of(node: Node) -> tuple[OpStrategy, int, int] | None:
+    """Of a call that takes a part of a dim, or puts one among zeros: that ranks have pieces of the dim, which one it
+    is, and the place in the operand of what is first in the result. None for other calls.
+    """
+    if (name := packet_name(node.target)) not in ("slice", "slice_backward"):
+        return None
+    call = Call.of(node)
+    dim: int = call.argument("dim", 0) % len(call.made())
+    start, is_all = call.argument("start") or 0, text_of(call.made()[dim]) == text_of(call.shape(0)[dim])
+    if is_all or type(start) is not int or start < 0 or call.argument("step", 1) != 1:
+        return None
+    pieces = {0: sharded_along(dim)}
+    return OpStrategy(PART, pieces, pieces), dim, start if name == "slice" else -start
 
 
 def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:

@@ -198,10 +198,8 @@ class _Proof:
         nodes = [n for n in opened([*node.args, *node.kwargs.values()]) if isinstance(n, Node)]
         values = [self.values[n] for n in nodes]
         shapes = [tensor.shape for tensor in meta.tensors(node) if tensor is not None]
-        touched = any(value.dims for entry in values for value in self.flat(entry)) or any(
-            self.varies(size) for size in sizes_among([node.args, node.kwargs, shapes])
-        )
-        if not touched:
+        sizes = sizes_among([node.args, node.kwargs, shapes])
+        if not any(value.dims for entry in values for value in self.flat(entry)) and not any(map(self.varies, sizes)):
             return self._untouched(shapes)
         if draws(node):
             return self._drawn()

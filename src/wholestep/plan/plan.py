@@ -146,9 +146,8 @@ class Plan:
         """Raise PlanError if an op of a decomposed graph has no decision."""
         missing = [n.name for n in graph.graph.nodes if n.op == "call_function" and n.name not in self.decisions]
         if missing:
-            raise PlanError(
-                f"the plan has no decision for %{missing[0]}", "a decision for every operation", "plan this graph again"
-            )
+            problem = f"the plan has no decision for %{missing[0]}"
+            raise PlanError(problem, "a decision for every operation", "plan this graph again")
 
     @property
     def stage_axis(self) -> str:
@@ -202,9 +201,8 @@ class Plan:
         try:
             return Plan.from_json(Path(path).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:  # also a path with a null
-            raise PlanError(
-                f"{path} cannot be read: {error}", "a file of Plan.save", "correct the path, or write the plan again"
-            ) from error
+            problem = f"{path} cannot be read: {error}"
+            raise PlanError(problem, "a file of Plan.save", "correct the path, or write the plan again") from error
         except PlanError as error:
             raise PlanError(f"{path}: {error.found}", error.needed, error.next_step) from error
 

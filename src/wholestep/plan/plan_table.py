@@ -22,16 +22,13 @@ def show_plan(plan: Plan) -> str:
     lines += [f"  {line}" for line in _stages(plan)]
     total = sum(i.meta.size_bytes for i in plan.inputs if i.role in (Role.PARAM, Role.STATE))
     params, state = plan.stored_bytes("param"), plan.stored_bytes("state")
-    lines.append(
-        f"  stored per rank: {human(params)} parameters + {human(state)} state, "
-        f"of {human(total)} in all ({(params + state) / max(total, 1):.1%})"
-    )
+    of_all = f"of {human(total)} in all ({(params + state) / max(total, 1):.1%})"
+    lines.append(f"  stored per rank: {human(params)} parameters + {human(state)} state, {of_all}")
     lines += [f"  precision: {plan.precision}"] if plan.precision else []
     lines += [f"  {line}" for line in _movement(plan)]
-    exchanged = (
-        f"  queries of {len(plan.options.balanced)} calls of causal attention are exchanged, so that ranks work alike"
-    )
-    lines += [exchanged] if plan.options.balanced else []
+    calls = len(plan.options.balanced)
+    text = f"  queries of {calls} calls of causal attention are exchanged, so that ranks work alike"
+    lines += [text] if calls else []
     if plan.objective is not None:
         lines.append(f"  chosen by Auto: {plan.objective}")
     lines += [f"  note: {note}" for note in (*plan.repeated, *plan.notes)]
@@ -110,14 +107,7 @@ def _movement(plan: Plan) -> list[str]:
     limit = plan.options.keep_gathered_bytes
     if not any(plan.storage[i.name].is_sharded for i in plan.inputs if i.role is Role.PARAM):
         return []
-    text = (
-        "kept from forward to backward"
-        if limit is None
-        else f"kept from forward to backward up to {human(limit)}, re-gathered beyond"
-        if limit
-        else "re-gathered for the backward"
-    )
-    named = (
-        f"; {len(plan.options.regathered)} of them are re-gathered" if plan.options.regathered and limit is None else ""
-    )
-    return [f"gathered parameters are {text}{named}"]
+    kept, count = "kept from forward to backward", len(plan.options.regathered) if limit is None else 0
+    bounded = f"{kept} up to {human(limit)}, re-gathered beyond" if limit else "re-gathered for the backward"
+    named = f"; {count} of them are re-gathered" if count else ""
+    return [f"gathered parameters are {kept if limit is None else bounded}{named}"]

@@ -36,7 +36,7 @@ from ..tuning import TUNING
 from .decision import Decision
 from .explain import moves, reason, settled, with_names
 from .for_pieces import is_drawn_into
-from .op_strategies import NEAR, OpStrategy, named, through, whole
+from .op_strategies import NEAR, PART, OpStrategy, named, part_of, through, whole
 from .op_strategies import cut as cut_by
 from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
 from .rows_in_any_order import states_along
@@ -446,11 +446,14 @@ class _CallOnAxis:
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
         names = self.run.situation.pins.op_strategies.get(self.node.name, {}).get(self.axis, ())
-        strategy = named(self.rule, group, names[number]) if number < len(names) else None
+        name = names[number] if number < len(names) else ""
+        strategy = (part_of(self.node) or (None,))[0] if name == PART else named(self.rule, group, name)
         if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
-        if strategy.name == NEAR and any(len(self.run.layouts[n][0].dims[2]) > 1 for n in self.inputs[:3]):
-            return None  # other axes share these tokens too
+        if name in (NEAR, PART):
+            cuts = (self.run.layouts[n][0].dims[strategy.takes[i].dim] for i, n in enumerate(self.inputs[:3]))
+            if any(len(cut) > 1 for cut in cuts):
+                return None  # other axes share these tokens too
         return strategy if self._splits(number, group, strategy.factor) else None
 
     def _cheapest(self, number: int, group: Group) -> OpStrategy:

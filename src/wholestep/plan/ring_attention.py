@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -54,17 +55,10 @@ class Ring:
         """How many keys are between two of these places."""
         return OfOwner(self.axis, tuple(span[until] - span[since] for span in self.spans), start)
 
-    def shared(self) -> tuple[list[OfOwner], list[OfOwner], list[OfOwner]]:
-        """What a rank sends to each rank of its own keys: starts and numbers; and how many it gets of each."""
-        ranks, starts, numbers = range(self.parts), list[list[int]](), list[list[int]]()  # by receiver and sender
-        for to, (_, first, *_, last) in enumerate(self.spans):
-            begins = [least(most(0, first - start), end - start) for _, _, start, end, _ in self.spans]
-            ends = [least(end, last) - start for _, _, start, end, _ in self.spans]
-            starts.append(begins)
-            numbers.append([0 if i == to else most(0, ends[i] - begins[i]) for i in ranks])
-        of_senders = [OfOwner(self.axis, tuple(row)) for row in numbers]
-        of_receivers = [OfOwner(self.axis, tuple(row[sender] for row in numbers)) for sender in ranks]
-        return [OfOwner(self.axis, tuple(row), start=True) for row in starts], of_senders, of_receivers
+    @property
+    def own_and_near(self) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """The keys that each rank has, and those within its reach."""
+        return [(span[START], span[END]) for span in self.spans], [(span[FIRST], span[LAST]) for span in self.spans]
 
     def arrived(self, step: int) -> tuple[int, ...]:
         """How many keys each rank has in a step."""
@@ -100,6 +94,27 @@ class Ring:
         return early, late
 
 
+def shared(
+    axis: str, own: Sequence[tuple[int, int]], wanted: Sequence[tuple[int, int]]
+) -> tuple[list[OfOwner], list[OfOwner], list[OfOwner], OfOwner]:
+    """What a rank has for each rank of its `own` places, of those that are `wanted` there: starts and numbers; how many
+    it gets of each; and how many of its own it wants itself, which it does not send.
+    """
+    starts, numbers = list[list[int]](), list[list[int]]()  # by receiver and sender
+    for first, last in wanted:
+        starts.append([least(most(0, first - start), end - start) for start, end in own])
+        numbers.append([most(0, least(e, last) - s - at) for (s, e), at in zip(own, starts[-1], strict=True)])
+    kept = OfOwner(axis, tuple(row[i] for i, row in enumerate(numbers)), start=True)
+    sent = [[0 if i == to else n for i, n in enumerate(row)] for to, row in enumerate(numbers)]
+    of_receivers = [OfOwner(axis, of_sender) for of_sender in zip(*sent, strict=True)]
+    return (
+        [OfOwner(axis, tuple(n), start=True) for n in starts],
+        [OfOwner(axis, tuple(n)) for n in sent],
+        of_receivers,
+        kept,
+    )
+
+
 def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
     """The ring of a call; None where ranks have all keys. Raises PlanError if several axes cut them or the queries."""
     operation = arithmetic(node.target) if node.op == "call_function" else None
@@ -118,8 +133,6 @@ def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
         problem = f"%{node.name} attends by a mask, and ranks have pieces of the keys"
         needed = "keys that all ranks have, or a mask that is proved to be a window"
         raise PlanError(problem, needed, "plan this graph again", meta.source_line(node))
-    sizes = call.shape(query)[2], call.shape(query + 1)[2]
-    causal = bool(call.argument("is_causal"))
-    return Ring(
-        axis, mesh.axis_size(axis), *sizes, query + 1, causal, operation.backward, reach if mask else None, mask or 0
-    )
+    numbers = mesh.axis_size(axis), call.shape(query)[2], call.shape(query + 1)[2], query + 1
+    causal, reach = bool(call.argument("is_causal")), reach if mask else None
+    return Ring(axis, *numbers, causal, operation.backward, reach, mask or 0)

@@ -418,9 +418,7 @@ class SortedRows:
             return self.count % self.index[node] == 0
         if first in self.index and self.index[first] == 1 and _sorts_rows(node):
             positions = [node] if name == "argsort" else list(node.users)
-            return all(n is node or n.args[1] == 1 for n in positions) and all(
-                self._inverts(n, first) for n in positions
-            )
+            return all((n is node or n.args[1] == 1) and self._inverts(n, first) for n in positions)
         if str(node.target) in _PRODUCTS:
             return len(node.args) > 2 and self._multiplies(node)
         if first in self.counts and name == "cumsum":

@@ -270,11 +270,9 @@ def _paired(nodes: list[Node], states: Wanted) -> list[tuple[Node, AxisState]]:
 
 def _unmatched(missing: list[str], modules: Modules) -> PlanError:
     tail = f" (and {len(missing) - 1} more: {', '.join(map(repr, missing[1:4]))})" if len(missing) > 1 else ""
-    return PlanError(
-        f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{tail}",
-        f"modules of the step, as {modules.near(missing[0])}",
-        "correct the pattern: one glob for each name between dots",
-    )
+    problem = f"the pattern {missing[0]!r} of a tensor-parallel plan names no module{tail}"
+    needed = f"modules of the step, as {modules.near(missing[0])}"
+    return PlanError(problem, needed, "correct the pattern: one glob for each name between dots")
 
 
 # -- layouts that are solved for -----------------------------------------------------------------------

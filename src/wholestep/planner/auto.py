@@ -100,9 +100,8 @@ class Auto:
         if self.styles is not None and not (
             is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*names}
         ):
-            raise PlanError(
-                f"Auto(styles={shown(self.styles)})", f"some of {', '.join(map(repr, names))}", "correct the names"
-            )
+            problem = f"Auto(styles={shown(self.styles)})"
+            raise PlanError(problem, f"some of {', '.join(map(repr, names))}", "correct the names")
         if not isinstance(self.data.style, str):
             problem = f"Auto(data=DataParallel(style={self.data.kind.name}))"
             needed = f"no style: Auto chooses among {', '.join(names)}"

@@ -156,9 +156,8 @@ class FoldedStep:
                     by_slot.setdefault((slots[reader], slots[operand]), []).append(states)
             numbers = {len(states) for states in by_slot.values()}
             every = self.repeats.count
-            self.symmetric[key] = numbers <= {1, every - 1, every} and all(
-                state == states[0] for states in by_slot.values() for state in states
-            )
+            alike = all(state == states[0] for states in by_slot.values() for state in states)
+            self.symmetric[key] = numbers <= {1, every - 1, every} and alike
         return self.symmetric[key]
 
     def __str__(self) -> str:

@@ -93,7 +93,6 @@ def _solved(
         return SolvedLayouts(tensor.axis, {}, input_dim=tensor.input_dim, async_tp=tensor.async_tp)
     solutions = solve_layouts(graph, problem_spec(tensor, beside, graph, mesh, placed))
     if not solutions:
-        raise PlanError(
-            "the solver found no layouts for this step", "some within its limit of nodes", "give a plan by module"
-        )
+        problem = "the solver found no layouts for this step"
+        raise PlanError(problem, "some within its limit of nodes", "give a plan by module")
     return solutions[0].layouts(tensor)

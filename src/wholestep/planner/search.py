@@ -244,11 +244,9 @@ class Search:
         evaluator, budget = self.evaluator, self.evaluator.budget_bytes
         over = [row for row in rows if row.status in (Status.OVER_AT_REST, Status.OVER_AT_PEAK)]
         if not over or budget is None:
-            return PlanError(
-                f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left",
-                "a template that the model allows",
-                "give other styles=, another mesh or another tensor=",
-            )
+            problem = f"no template can be planned: {rows[0].name}: {rows[0].why}" if rows else "no template is left"
+            needed = "a template that the model allows"
+            return PlanError(problem, needed, "give other styles=, another mesh or another tensor=")
         nearest = self._nearest(over)
         short = nearest.needs_bytes - budget
         remark = ", with all tensors rematerialized that help" if evaluator.recompute else ""

@@ -150,9 +150,8 @@ def explained(search: SearchResult) -> Plan:
     best = search.best
     solution = search.solved.solution if search.solved else None
     model = (solution.step_us / 1e6, solution.bound_us / 1e6) if solution else (0.0, 0.0)
-    objective = Objective(
-        best.batch_s, search.bound_s, best.needs_bytes, search.budget_bytes, best.rematerialized, *model
-    )
+    memory = best.needs_bytes, search.budget_bytes, best.rematerialized
+    objective = Objective(best.batch_s, search.bound_s, *memory, *model)
     return replace(search.plan, objective=objective).with_notes(*notes(search))
 
 

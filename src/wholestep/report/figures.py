@@ -110,9 +110,8 @@ class Figures:
 
     def _memory(self) -> str:
         costs, room = self.costs, self.memory_bytes
-        parts = ", ".join(
-            f"{kind} {human(size)}" for kind, size in costs.by_kind.items() if size >= 1e-3 * costs.peak_bytes
-        )
+        large = ((kind, size) for kind, size in costs.by_kind.items() if size >= 1e-3 * costs.peak_bytes)
+        parts = ", ".join(f"{kind} {human(size)}" for kind, size in large)
         over = "" if room is None else f" of {human(room)}" + (", too much" if costs.peak_bytes > room else "")
         return f"{human(costs.peak_bytes)}{over}" + (f": {parts}" if parts else "")
 

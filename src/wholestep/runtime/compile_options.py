@@ -149,9 +149,8 @@ class CompileOptions:
         if self.check_every < 0:
             raise PlanError(f"check_every={shown(self.check_every)}", "a number of calls, 0 for never", "correct it")
         if self.count_expert_rows and self.paddings:
-            raise PlanError(
-                "count_expert_rows with pad_to", "one of them: rows of padding would count", "leave out one"
-            )
+            problem = "count_expert_rows with pad_to"
+            raise PlanError(problem, "one of them: rows of padding would count", "leave out one")
         if self.max_recordings < 1:
             problem, needed = f"max_recordings={shown(self.max_recordings)}", "a number of recordings, 1 or more"
             raise PlanError(problem, needed, "correct it, or give cuda_graphs=False")

@@ -70,9 +70,8 @@ def refuse_cut(paddings: Sequence[PadTo], cut: Collection[tuple[str, int]]) -> N
     """Raise PlanError for a dim that ranks share: each has a part, behind which padding would lie."""
     for name, dim in [place for pad in paddings for place in pad.dims.items() if place in cut]:
         problem = f"pad_to: dim {dim} of {name!r}, of which each rank has a part"
-        raise PlanError(
-            problem, "another dim than that of rows", "leave out pad_to: ranks may have other numbers of rows"
-        )
+        problem, needed = problem, "another dim than that of rows"
+        raise PlanError(problem, needed, "leave out pad_to: ranks may have other numbers of rows")
 
 
 def _length(pad: PadTo, leaves: Sequence[Any], at: dict[str, int]) -> int:
@@ -129,11 +128,8 @@ def refuse_fixed(paddings: Sequence[PadTo], captured: Capture) -> None:
         if wrong or symbols is None:
             name, dim = wrong[0] if wrong else next(iter(pad.dims.items()))
             where = fixed.get((name, dim), "")
-            raise PaddingError(
-                f"pad_to: dim {dim} of {name} is fixed by the step",
-                "a step that is the same for all lengths",
-                "leave out pad_to: each size then has a program",
-                where,
-            )
+            problem = f"pad_to: dim {dim} of {name} is fixed by the step"
+            needed = "a step that is the same for all lengths"
+            raise PaddingError(problem, needed, "leave out pad_to: each size then has a program", where)
     if captured.values is not None or symbols is None:
         raise PaddingError("pad_to: the step reads values of the batch", "a step that computes with tensors alone")

@@ -200,8 +200,7 @@ class _Fold:
         try:
             meta.recompute_value(new)
         except Exception as error:
-            raise GraphError(
-                f"%{node.name} does not run with another number of layers: {error}", "one that does"
-            ) from error
+            problem = f"%{node.name} does not run with another number of layers: {error}"
+            raise GraphError(problem, "one that does") from error
         if meta.tensors(new) != meta.tensors(node):
             self.changed.add(node)

@@ -43,11 +43,9 @@ class AxisConstraints:
     def infeasible(self, name: str) -> PlanError:
         """The error for a choice without an option that is allowed."""
         state, pattern = self.states.get(name, (REPLICATED, name))
-        return PlanError(
-            f"{pattern!r} is to be {state_text(state)}: %{name} has no such layout",
-            "a dim that the op's rule, or the parameter, can cut over the axis",
-            "drop this pin, or give another dim or another axis size",
-        )
+        problem = f"{pattern!r} is to be {state_text(state)}: %{name} has no such layout"
+        needed = "a dim that the op's rule, or the parameter, can cut over the axis"
+        return PlanError(problem, needed, "drop this pin, or give another dim or another axis size")
 
 
 def axis_constraints(
@@ -92,11 +90,8 @@ def _state_of(node: Node, name: str, placement: Shard | Replicate, pattern: str)
 
 
 def _contradiction(pattern: str, has: AxisState, other: str, wants: AxisState, name: str) -> PlanError:
-    return PlanError(
-        f"{pattern!r} asks for {name} to be {state_text(has)}, {other!r} for it to be {state_text(wants)}",
-        "one constraint for each tensor",
-        "drop one of the two, or make its pattern narrower",
-    )
+    problem = f"{pattern!r} asks for {name} to be {state_text(has)}, {other!r} for it to be {state_text(wants)}"
+    return PlanError(problem, "one constraint for each tensor", "drop one of the two, or make its pattern narrower")
 
 
 def _matching(modules: Modules, pattern: str) -> list[str]:

@@ -111,9 +111,8 @@ def check_rule(op: Any, *args: Any, **kwargs: Any) -> CheckResult:
     """
     (target,) = targets_of(op) if not isinstance(op, (str, list, tuple)) else (None,)
     if target is None:
-        raise RuleError(
-            f"check_rule({shown(cast(object, op))})", "an op of torch, a custom op or a function", "give one op"
-        )
+        problem = f"check_rule({shown(cast(object, op))})"
+        raise RuleError(problem, "an op of torch, a custom op or a function", "give one op")
     try:
         case = case_of(target, Sample(args, kwargs))
     except Exception as error:  # the op itself raises what it likes
