@@ -26,7 +26,7 @@ def trained(
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(48, 96), nn.GELU(), nn.Linear(96, 48)) for _ in range(layers)]
     model = nn.Sequential(*blocks)
-    optimizer = AdamW(model.parameters(), lr=0.01)
+    optimizer = AdamW(model.parameters(), lr=0.01, fused=True)
     step = ws.compile(train, **options)
     found: list[Tensor] = []
     for number, size in enumerate((rows, rows, rows, rows + 8)[:calls]):

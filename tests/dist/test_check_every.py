@@ -36,7 +36,7 @@ def trained(rank: int, calls: int, change: Any = None, **options: Any) -> tuple[
     """How many calls were made, and the error that ended them. `change` is called before each."""
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     step = ws.compile(train_step, **{"check_every": EVERY, **options})
     torch.manual_seed(rank)
     for call in range(calls):

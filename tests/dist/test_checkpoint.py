@@ -213,7 +213,7 @@ def _job(name: str, seed: int) -> tuple[Any, nn.Module, torch.optim.Optimizer, t
     """A step that was called twice, with its arguments. Ranks along tp have the same data."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(5, 8), nn.GELU(), nn.Linear(8, 6), nn.Linear(6, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
     _, mesh, parallel = JOBS[name]
     step = ws.compile(train_step, parallel=parallel, mesh=mesh)
     at = ws.Mesh(mesh).coordinate(dist.get_rank())

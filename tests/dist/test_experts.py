@@ -33,7 +33,7 @@ def share_rows(rank: int, world: int, experts: Any = None, pieces: int = 1, back
     built.set_experts_implementation("grouped_mm")
     layer = built.model.layers[0].mlp
     model, other = Alone(layer), Alone(copy.deepcopy(layer))
-    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in (model, other))
     parallel: list[Any] = [
         ws.ContextParallel(style="replicate"),
         *([experts] if experts else []),
@@ -120,7 +120,7 @@ def own_batches(rank: int, world: int, style: str, host_reads: bool) -> None:
     built.set_experts_implementation("grouped_mm")
     layer = built.model.layers[0].mlp
     model, other = Alone(Hidden(layer)), Alone(Hidden(copy.deepcopy(layer)))
-    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in (model, other))
     reduce: Any = "mean" if host_reads else "sum"
     parallel: list[Any] = [ws.DataParallel(style, reduce=reduce), ws.ExpertParallel("dp", "rows", host_reads)]
     step = ws.compile(clipped, mesh=f"dp={world}", parallel=parallel, count_expert_rows=True)
@@ -159,7 +159,7 @@ def resumes(rank: int, world: int, experts: Any, root: str, first: int) -> tuple
     built: Any = entry.build()
     built.set_experts_implementation("grouped_mm")
     model, other = Alone(built.model.layers[0].mlp), Alone(copy.deepcopy(built.model.layers[0].mlp))
-    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    optimizer, plain = (AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in (model, other))
     batches = [torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(call)) for call in range(6)]
     expected = [mean_square(other, plain, x).item() for x in batches]
     parallel: list[Any] = [ws.ContextParallel(style="fully_shard"), *([experts] if experts else [])]

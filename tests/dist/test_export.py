@@ -53,7 +53,7 @@ def train(model: nn.Module, style: str, batches: list[Any]) -> nn.Module:
     if style == "2-D":
         mesh, parallel = "dp=2,tp=2", [parallel, ws.TensorParallel({"last": "colwise"}, axis="tp")]
     step = ws.compile(train_step, parallel=parallel, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     for batch in batches:
         step(model, optimizer, batch)
     return model

@@ -63,10 +63,10 @@ def _trains(rank: int, world: int, style: str, inputs: str) -> tuple[float, list
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(rank)  # the first rank's parameters are taken
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
     torch.manual_seed(0)
     twin = Net()
-    other = torch.optim.AdamW(twin.parameters(), lr=0.01, eps=1e-4)
+    other = torch.optim.AdamW(twin.parameters(), lr=0.01, eps=1e-4, fused=True)
     step = ws.compile(train, parallel=ws.DataParallel(style, semantics="global", inputs=inputs))
     worst, captures = 0.0, []
     for batch, parts in zip(batches(), PARTS[world], strict=True):
@@ -271,7 +271,7 @@ def _resumes(rank: int, world: int, folder: str) -> list[float]:
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     model = Net(drop=0.5)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     step = ws.compile(train, parallel=ws.DataParallel("fully_shard", semantics="global"))
     losses: list[float] = []
     for i, (batch, parts) in enumerate(zip(batches()[:4], PARTS[world], strict=False)):

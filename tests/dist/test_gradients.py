@@ -62,7 +62,7 @@ def _kept(rank: int, style: str, schedule: Any, name: str) -> dict[str, Any]:
     """Eight calls on uneven batches; what is left in `param.grad` too."""
     (ours, theirs), fn = (_mlp(), _mlp()), STEPS[name]
     wrapped, losses = Ddp(theirs), 0.0
-    optimizers = [torch.optim.AdamW(m.parameters(), 0.02) for m in (ours, theirs)]
+    optimizers = [torch.optim.AdamW(m.parameters(), 0.02, fused=True) for m in (ours, theirs)]
     step = ws.compile(fn, parallel=ws.DataParallel(style), schedule=schedule)  # type: ignore[arg-type]
     for call in range(8):
         batch = _data(rank, call, 4 + rank, 6), _data(rank, call + 50, 4 + rank, 3), call % 3 == 2
@@ -185,7 +185,7 @@ def _no_gradient(rank: int, world: int) -> dict[str, Any]:
         ours, theirs = _Stopped(), _Stopped()
         theirs.scale.requires_grad_(False)
         wrapped, losses = Ddp(theirs), 0.0
-        optimizers = [torch.optim.AdamW(m.parameters(), 0.05) for m in (ours, theirs)]
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.05, fused=True) for m in (ours, theirs)]
         step = ws.compile(_train, parallel=ws.DataParallel(style))  # type: ignore[arg-type]
         for call in range(4):
             batch = _data(rank, call, 4, 6), _data(rank, call + 50, 4, 3)

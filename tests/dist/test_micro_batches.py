@@ -47,7 +47,7 @@ def _trained(
     of_steps.clear()
     torch.manual_seed(0)
     model = Net()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True)
     step = ws.compile(train, parallel=parallel, **options)
     generator, found = torch.Generator().manual_seed(rank), list[Tensor]()
     for number, rows in enumerate(times * rows for rows in sizes):

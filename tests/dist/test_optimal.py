@@ -30,7 +30,7 @@ def _two_axes(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, alone = MLP(hidden=32), MLP(hidden=32)
     alone.load_state_dict(model.state_dict())
-    optimizer, other = AdamW(model.parameters(), lr=0.05), AdamW(alone.parameters(), lr=0.05)
+    optimizer, other = AdamW(model.parameters(), lr=0.05, fused=True), AdamW(alone.parameters(), lr=0.05, fused=True)
     parallel = [
         ws.DataParallel("fully_shard", axis="dp", semantics="global"),
         ws.TensorParallel("auto", hardware=QUICK_LINK),
@@ -58,7 +58,10 @@ def _language_model(rank: int, world: int, auto: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model, alone = Llama(layers=1), Llama(layers=1)
     alone.load_state_dict(model.state_dict())
-    optimizer, other = AdamW(model.parameters(), lr=0.05, eps=1e-4), AdamW(alone.parameters(), lr=0.05, eps=1e-4)
+    optimizer, other = (
+        AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True),
+        AdamW(alone.parameters(), lr=0.05, eps=1e-4, fused=True),
+    )
     tensor = ws.TensorParallel("auto", hardware=QUICK_LINK)
     parallel: Any = ws.Auto(hardware=QUICK_LINK, tensor=tensor) if auto else tensor
     step, fn, worst = ws.compile(step_of(next_token), parallel=parallel, mesh="tp=2"), step_of(next_token), 0.0
@@ -91,7 +94,7 @@ def _mixed(rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model, alone = MLP(hidden=32), MLP(hidden=32)
     alone.load_state_dict(model.state_dict())
-    optimizer, other = AdamW(model.parameters(), lr=0.05), AdamW(alone.parameters(), lr=0.05)
+    optimizer, other = AdamW(model.parameters(), lr=0.05, fused=True), AdamW(alone.parameters(), lr=0.05, fused=True)
     step = ws.compile(
         train, parallel=PerParameterStorage(semantics="global", storage=STORAGE, reshard_after_forward=False)
     )
@@ -117,7 +120,7 @@ def _measured(rank: int, world: int) -> dict[str, Any]:
     """Without a machine to solve for, it is the one that the ranks measure; all solve the same problem."""
     torch.manual_seed(0)
     model = MLP(hidden=32)
-    optimizer = AdamW(model.parameters(), lr=0.05)
+    optimizer = AdamW(model.parameters(), lr=0.05, fused=True)
     step = ws.compile(train, parallel=ws.TensorParallel("auto"), mesh="tp=2")
     for number in range(2):
         step(model, optimizer, rows(0, number).float())

@@ -51,7 +51,7 @@ def _trains(
     torch.set_default_dtype(torch.float64)
     config = GPTConfig(layers=1, width=16, heads=2, context=24)
     model, other = build(config, 0), build(config, 0)
-    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, other))
     parallel = ws.DataParallel(style, semantics=cast(Literal["per_rank", "global"], semantics))
     mesh = "replicate=2,shard=2" if style == "hybrid" else None
     step = ws.compile(train, parallel=parallel, backend=backend, mesh=mesh, schedule=schedule)
@@ -289,7 +289,7 @@ def _piped(
     torch.set_default_dtype(torch.float64)
     config = GPTConfig(layers=2, width=16, heads=2, context=24)
     model, other = build(config, 0), build(config, 0)
-    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in (model, other))
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4, fused=True) for m in (model, other))
     pipeline = ws.Pipeline(micro_batches=3, schedule=cast(Any, order))
     data = ws.DataParallel(style, axis="dp", semantics=cast(Any, semantics))
     parallel = [data, pipeline] if "dp" in mesh else pipeline
@@ -345,7 +345,7 @@ def _shares_tokens(rank: int, world: int) -> tuple[float, int]:
     torch.manual_seed(0)
     model = Llama(by_hand=True, kv=4, layers=1)
     other = copy.deepcopy(model)
-    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, other))
     step = ws.compile(of_tokens, parallel=ws.DataParallel("fully_shard", semantics="global", input_batch_dim=1))
     worst = 0.0
     for call, (rows, length) in enumerate([(4, 20), (4, 12), (4, 13), (2, 20), (4, 16), (2, 14)]):
@@ -362,7 +362,7 @@ def _rows_of_layers(rank: int, world: int, plan: Any, by_hand: bool) -> tuple[fl
     torch.manual_seed(0)
     model = Llama(by_hand=by_hand, kv=4, layers=1)
     other = copy.deepcopy(model)
-    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, other))
+    optimizer, plain = (torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in (model, other))
     step = ws.compile(of_tokens, parallel=ws.TensorParallel(plan), mesh="tp=2")
     worst = 0.0
     for call, (rows, length) in enumerate([(4, 20), (5, 22), (3, 14)]):

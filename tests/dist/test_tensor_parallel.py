@@ -293,7 +293,10 @@ def _llama(rank: int, world: int, mesh: str, name: str) -> float:
     model = Llama()
     torch.manual_seed(0)
     twin = Llama()
-    optimizer, other = AdamW(model.parameters(), lr=0.01, eps=1e-4), AdamW(twin.parameters(), lr=0.01, eps=1e-4)
+    optimizer, other = (
+        AdamW(model.parameters(), lr=0.01, eps=1e-4, fused=True),
+        AdamW(twin.parameters(), lr=0.01, eps=1e-4, fused=True),
+    )
     parallel: list[Any] = [TensorParallel(getattr(models, name))]
     if "dp" in mesh:
         axes = ("rep", "dp") if "rep" in mesh else "dp"
@@ -331,7 +334,7 @@ def _two_steps(rank: int, world: int) -> tuple[str, str]:
     """A second step finds parameters where the first put them: its layouts are read from DTensors."""
     torch.manual_seed(0)
     model = MLP(12, 33)
-    optimizer = AdamW(model.parameters(), lr=0.02)
+    optimizer = AdamW(model.parameters(), lr=0.02, fused=True)
     batch = batch_of(rank // 2, 0, (6, 12), (6, 12))
     first = ws.compile(step_of(squares), parallel=[per_rank(), TensorParallel(models.MLP_PLAN)], mesh=MESH)
     first(model, optimizer, *batch)
@@ -366,7 +369,7 @@ class Training:
     def __init__(self, layout: str, seed: int) -> None:
         torch.manual_seed(seed)
         self.model = MLP(12, 33)
-        self.optimizer = AdamW(self.model.parameters(), lr=0.02)
+        self.optimizer = AdamW(self.model.parameters(), lr=0.02, fused=True)
         mesh, parallel = LAYOUTS[layout]
         self.step = ws.compile(step_of(squares), parallel=parallel(), mesh=mesh)
 

@@ -263,10 +263,10 @@ def many(local: ws.LocalGraph, count: int) -> Timeline:
 
 def test_lanes_hold_every_span_compactly() -> None:
     graph, plan = planned()
-    data = lanes(many(program(plan, graph, H100), 100_000))
-    assert [len(lane["start"]) for lane in data["lanes"]] == [75_000, 0, 25_000]
+    data = lanes(many(program(plan, graph, H100), 10_000))
+    assert [len(lane["start"]) for lane in data["lanes"]] == [7_500, 0, 2_500]
     assert len(data["words"]) == 101
-    assert len(json.dumps(data)) < 6e6
+    assert len(json.dumps(data)) < 6e5
 
 
 @pytest.mark.usual("0")
