@@ -11,6 +11,7 @@ from inspect import Parameter, getattr_static, getmodule, isclass, isfunction, i
 from itertools import repeat
 from numbers import Integral, Real
 from operator import index
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
@@ -173,6 +174,8 @@ def _test_of(kind: Any) -> Callable[[Any], bool]:
         return callable
     if kind is None or kind is NoneType:
         return lambda value: value is None
+    if kind is Path:  # or the one of a store, which is of no class of Python's own
+        return lambda value: isinstance(value, Path) or type(value).__module__.startswith("upath.")
     if kind in (int, float):
         return lambda value: _is_number(plain_number(value), kind)
     if kind is Any or isinstance(kind, TypeVar) or getattr(kind, "_is_protocol", False):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
+from upath import UPath
 
 import wholestep as ws
 from tests.steps import mean_square as train_step
@@ -68,7 +69,8 @@ def test_an_unfinished_save_is_said(root: Path) -> None:
 def test_an_object_store(tmp_path: Path) -> None:
     pytest.importorskip("upath")
     model = nn.Linear(3, 2)
-    ws.save("memory://runs/a", model=model, number=4)
+    ws.save(UPath("memory://runs/a"), model=model, number=4)
+    assert [ws.load(folder, model=model).number for folder in ("memory://runs/a", UPath("memory://runs/a"))] == [4, 4]
     code, said = run("memory://runs/a", "--verify")
     assert code == 0, said
     assert said.splitlines()[1].startswith("step-00000004")

@@ -141,7 +141,6 @@ MIXED: dict[str, Op] = {
     "addcmul": lambda x, w, v: torch.addcmul(x, x, v),
     "bilinear": lambda x, w, v: F.bilinear(x, x, w.expand(D, D, D)),
     "distances": lambda x, w, v: torch.cdist(x, x.detach() + 1),
-    "covariance": lambda x, w, v: torch.cov(x[0].t()),
     "rotated": lambda x, w, v: torch.view_as_real(
         torch.view_as_complex(x.unflatten(-1, (3, 2)).contiguous()) * torch.polar(*[torch.ones(x.shape[1], 3)] * 2)
     ),
@@ -258,6 +257,18 @@ def test_a_form_computes_what_its_op_does(name: str) -> None:
     torch.testing.assert_close(loss, mean_square(other, SGD(other.parameters(), lr=0.1), x), rtol=0, atol=tolerance)
     for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=tolerance)
+
+
+def test_a_covariance_is_captured_for_each_size() -> None:
+    """Torch asks of a value that follows from the size whether there are enough observations."""
+    torch.manual_seed(0)
+    model = Model(lambda x, w, v: torch.cov(x[0].t())).double()
+    other = copy.deepcopy(model)
+    optimizer, plain = (SGD(m.parameters(), lr=0.1) for m in (model, other))
+    step = ws.compile(mean_square)
+    for length in (7, 9, 12):
+        x = torch.randn(4, length, D, dtype=torch.float64)
+        torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), rtol=1e-12, atol=0)
 
 
 class Recurrent(nn.Module):

@@ -100,7 +100,7 @@ def load_stateful(objects: Mapping[str, Stateful], states: Mapping[str, dict[str
             objects[name].load_state_dict(state)
         except Exception as error:
             problem = f"{_called(name)} does not take its state back: {first_line(error)}"
-            problem, needed = problem, "the object that was saved, or one like it"
+            needed = "the object that was saved, or one like it"
             raise CheckpointError(problem, needed, "look at its own error") from error
 
 
