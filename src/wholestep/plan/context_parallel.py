@@ -176,7 +176,7 @@ class ContextParallel(OneAxis):
         others = parts - 1
         near_keys = keys * others if near is None else keys * near * parts // int(_size(node, group, query, _QUERIES))
         exchanged = (queries + keys) * others + _mask_bytes(node) * others * parts // 2
-        return self.method == "heads" or near_keys * parts > exchanged
+        return self.method == "heads" or near_keys * parts >= exchanged  # work is divided alike by heads
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Warn of attention by hand where the method is not for it; `Plan.repeated` says what ranks repeat."""
