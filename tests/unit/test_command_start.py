@@ -17,7 +17,7 @@ try:
 finally:
     print("torch is here" if "torch" in sys.modules else "no torch", file=sys.stderr)
 """
-COMMANDS = ["plan", "simulate", "diff", "checkpoint"]
+COMMANDS = ["plan", "simulate", "checkpoint"]
 
 
 STEP = f"{Path(__file__).parents[2] / 'examples' / 'mlp.py'}:build"
