@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import wholestep_foresight
 from tests.dist.launch import start_server
 from tests.forked import run_script
 from wholestep.cli import app
+from wholestep.cost.stage_orders import NAMED
 
 ROOT = Path(__file__).resolve().parents[2]
 README_LINES = 150
@@ -267,6 +269,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", [name for name, _ in public()])
+@patch.dict(NAMED)  # an order of stages that is registered goes again
 def test_examples_of_the_reference_run(name: str, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     text = inspect.getdoc(dict(public())[name]) or ""
     examples = doctest.DocTestParser().get_examples(text)

@@ -1,10 +1,11 @@
 """A strategy and an order of stages of somebody's own, by public names alone."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import wholestep as ws
 from tests.steps import mean_square
 from tests.together import OneDevice, compare
+from wholestep.cost.stage_orders import NAMED
 from wholestep.partition.stage_program import orders_in
 
 
@@ -182,9 +184,11 @@ def of_names(blocks: Mapping[str, Any], micro_batches: int, stages: int) -> Any:
 
 
 @pytest.fixture
-def registered() -> None:
-    for order in (two_ahead, without_the_last, twice, backwards_first, of_one_stage, of_names):
-        ws.stage_order(order.__name__)(order)
+def registered() -> Iterator[None]:
+    with patch.dict(NAMED):
+        for order in (two_ahead, without_the_last, twice, backwards_first, of_one_stage, of_names):
+            ws.stage_order(order.__name__)(order)
+        yield
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
