@@ -33,11 +33,9 @@ class SharedTokens(ws.Strategy):
     def storage_layouts(
         self, graph: ws.TrainGraph, mesh: ws.Mesh, before: Mapping[str, ws.Stored]
     ) -> dict[str, ws.Stored]:
-        def sharded(layout: ws.Layout) -> ws.Layout:
-            first, *others = layout.dims
-            return ws.Layout(((*first, self.axis), *others))
-
-        return {name: ws.Stored(sharded(s.param), sharded(s.state)) if self.stores else s for name, s in before.items()}
+        rows = ws.AxisState("S", 0)
+        parts = {n: ws.Stored(s.param.put(self.axis, rows), s.state.put(self.axis, rows)) for n, s in before.items()}
+        return parts if self.stores else dict(before)
 
     def storage_axes(self, mesh: ws.Mesh) -> tuple[str, ...]:
         return (self.axis,) if self.stores else ()
@@ -82,6 +80,16 @@ def test_a_strategy_from_outside_computes_what_one_device_does(mesh: str, stores
     assert plan.repeated == (), "each rank computes its tokens alone"
     axes = ("seq",) * stores + ("dp",) * ("dp" in mesh)  # data parallelism shards what the others leave
     assert {plan.storage[name].dims[0] for name in ("out.weight/exp_avg", "qkv.bias/exp_avg_sq")} == {axes}
+
+
+def test_what_strategies_before_say_stays() -> None:
+    """Stages own parameters, of which ranks of the other axis have rows."""
+    graph = ws.capture(read, model := Reader(), torch.optim.SGD(model.parameters()), *torch.randint(11, (2, 4, 6)))
+    for strategies in ([ws.Pipeline(), SharedTokens(stores=True)], [SharedTokens(stores=True), ws.Pipeline()]):
+        plan = ws.plan(graph, "pp=2,seq=2", strategies)
+        assert plan.storage["out.weight"].dims == (("seq",), ())
+        assert plan.owners["out.weight"] == 1
+        assert ws.stage_program(ws.partition(graph, plan), 1).collectives()
 
 
 def test_it_is_chosen_beside_micro_batches_and_kept_in_the_compile_cache(tmp_path: Path) -> None:
