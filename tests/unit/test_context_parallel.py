@@ -3,6 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product
 from math import prod
 from typing import Any, cast
@@ -220,6 +221,22 @@ PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _predict(
+    loss_of: Callable[[Tensor, Tensor], Tensor], model: nn.Module, optimizer: Optimizer, ids: Tensor
+) -> Tensor:
+    optimizer.zero_grad()
+    loss = loss_of(model(ids), ids)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("length", [DIM, CLASSES])
+def test_a_part_of_a_sequence_as_long_as_another_dim(length: int) -> None:
+    one = _one(Predicts, 2, length, partial(_predict, PARTS["all but the last"]))
+    assert not _same(one, "cp=2", ws.ContextParallel(method="gather")).plan.repeated
+
+
 @pytest.mark.usual("2-8-all but the last", "3-11-two ahead", "4-11-all but the last", "4-7-behind the first")
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("length", [8, 7, 11, 5])
@@ -228,15 +245,7 @@ def test_a_part_of_the_tokens_stays_where_it_is(ranks: int, length: int, part: s
     """Pieces of 11 tokens and of 10 begin at other places: the few scores between go to the rank that needs them. No
     rank has those of all tokens, or computes them.
     """
-
-    def step(model: nn.Module, optimizer: Optimizer, ids: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = PARTS[part](model(ids), ids)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    one = _one(Predicts, 2, length, step)
+    one = _one(Predicts, 2, length, partial(_predict, PARTS[part]))
     methods: tuple[Any, ...] = ("gather", "ring", *["heads"] * (ranks == 2))
     for method in methods:
         comparison = _same(one, f"cp={ranks}", ws.ContextParallel(method=method))

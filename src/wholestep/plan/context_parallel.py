@@ -221,7 +221,7 @@ def _takes_most(node: Node, lengths: set[int]) -> bool:
         return False
     shapes, dim = [meta.one_tensor(n).shape for n in (operands(node)[0], node)], place[1]
     few, many = sorted(shapes, key=lambda shape: int(shape[dim]))
-    return [d for d, n in enumerate(many) if n in lengths] == [dim] and 2 * int(few[dim]) > int(many[dim])
+    return many[dim] in lengths and 2 * int(few[dim]) > int(many[dim])
 
 
 def _mask_bytes(node: Node) -> int:

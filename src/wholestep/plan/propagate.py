@@ -450,6 +450,8 @@ class _CallOnAxis:
         strategy = (part_of(self.node) or (None,))[0] if name == PART else named(self.rule, group, name)
         if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
+        if name == PART and self.states[0].kind == "S" and self.states[0] != strategy.takes[0]:
+            return None  # a dim as long as the sequence
         if name in (NEAR, PART):
             cuts = (self.run.layouts[n][0].dims[strategy.takes[i].dim] for i, n in enumerate(self.inputs[:3]))
             if any(len(cut) > 1 for cut in cuts):
