@@ -269,6 +269,7 @@ def test_a_covariance_is_captured_for_each_size() -> None:
     for length in (7, 9, 12):
         x = torch.randn(4, length, D, dtype=torch.float64)
         torch.testing.assert_close(step(model, optimizer, x), mean_square(other, plain, x), rtol=1e-12, atol=0)
+    assert len(step.programs) == 3, step.misses
 
 
 class Recurrent(nn.Module):

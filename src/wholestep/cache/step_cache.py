@@ -47,7 +47,7 @@ def path_of(folder: Path, key: Key) -> Path:
 
 
 def read(folder: Path, key: Key) -> Kept | None:
-    """What is kept under a key; None where there is no file. Raises DamagedError, OSError."""
+    """The decisions under a key, or None: there is no file. Raises DamagedError, OSError."""
     try:
         data = path_of(folder, key).read_bytes()
     except FileNotFoundError:

@@ -128,7 +128,7 @@ StageOrder = Callable[[Mapping[str, BlockCost], int, int], Sequence[Sequence[Tas
 
 
 def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], StageOrder]:
-    """Register the order of blocks that `Pipeline(schedule=name)` has; a function of its own, which plans name.
+    """Register an order of the blocks of stages under a name, for `Pipeline(schedule=name)`; plans store the name.
 
     Args:
         name: what `schedule=` says.
@@ -151,10 +151,10 @@ def stage_order(name: str, fillers: bool = False) -> Callable[[StageOrder], Stag
 
     def register(order: StageOrder) -> StageOrder:
         def simulated(blocks: Mapping[str, BlockCost], pieces: int, stages: int) -> OrderResult:
-            said, next_step = order(blocks, pieces, stages), f"correct {order.__qualname__}"
-            if not is_a(said, Sequence[Sequence[Task]]):
-                raise PlanError(f"order {name!r} is {shown(said)}", "the tasks of each stage", next_step)
-            tasks, every = tuple(map(tuple, said)), [*product(blocks, range(pieces))]
+            stage_tasks, next_step = order(blocks, pieces, stages), f"correct {order.__qualname__}"
+            if not is_a(stage_tasks, Sequence[Sequence[Task]]):
+                raise PlanError(f"order {name!r} is {shown(stage_tasks)}", "the tasks of each stage", next_step)
+            tasks, every = tuple(map(tuple, stage_tasks)), [*product(blocks, range(pieces))]
             all_tasks = [[task for task in every if blocks[task[0]].stage == stage] for stage in range(stages)]
             for at, (ordered, needed) in enumerate(zip_longest(tasks, all_tasks, fillvalue=())):
                 if sorted(ordered) != sorted(needed):

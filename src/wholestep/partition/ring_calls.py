@@ -112,8 +112,8 @@ class RingCalls:
         return self._call(node, rank_ops.range_with_rows, args, contiguous(shape, one_tensor(x)))
 
     def _wanted(self, node: Node, rows: Node, axis: str, own: Sequence[_Span], wanted: Sequence[_Span]) -> list[Any]:
-        """Of the wanted places those that a rank has, as start and number, and the rows of the others: how many of them
-        are in front of these.
+        """Arguments of `range_with_rows`: which wanted places a rank has (start, number), the rows that it receives for
+        the others, and how many of these are in front.
         """
         starts, there, here, kept = shared(axis, own, wanted)
         rows = self._rows(node, rows, starts, there)

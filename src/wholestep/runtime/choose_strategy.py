@@ -73,7 +73,7 @@ def strategies_of(chosen: AutoChoice, auto: Auto | PieceSearch, mesh: Mesh) -> S
 
 
 def _known(auto: Auto | PieceSearch, mesh: Mesh) -> Strategies:
-    """All strategies of candidates, for those that have no form as text."""
+    """The strategies of all candidates: `text_of` names those by number that it cannot write as text."""
     parts = [template.strategies for _, template in auto.candidates(mesh, same_batches=True)]
     return Strategies(tuple(part for known in parts if isinstance(known, tuple) for part in known))
 
