@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Any, Literal
 
 from torch.fx import Node
 
@@ -33,7 +33,6 @@ from .tensor_parallel import OneAxis
 
 _QUERIES, _HEADS = "q", "g"
 """Factors in the rules of fused attention; a head of keys has a group of heads of queries."""
-
 
 _Ways = dict[str, tuple[str, ...]]
 
@@ -92,16 +91,25 @@ class ContextParallel(OneAxis):
         cuts = [(i, self.batch_cut(mesh, i.name, len(i.meta.shape))) for i in graph.inputs if i.role is Role.BATCH]
         return [(spec, cut.dim) for spec, cut in cuts if cut is not None]
 
+    def _lengths(self, graph: TrainGraph, mesh: Mesh) -> tuple[set[Any], dict[str, _Ways]]:
+        """How many tokens the batch has, or most of it, as for a loss of the next ones; the calls that take these."""
+        lengths, calls = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}, dict[str, _Ways]()
+        for node in filter(moving(graph).__contains__, graph.graph.nodes):
+            if (place := part_of(node)) is not None:
+                few, many = sorted((meta.one_tensor(n).shape[place[1]] for n in (operands(node)[0], node)), key=int)
+                if many in lengths and 2 * int(few) > int(many):
+                    lengths, calls[node.name] = lengths | {few}, {self.axis: (PART,)}
+        return lengths, calls
+
     def pins(self, graph: TrainGraph, mesh: Mesh) -> Pins:
         """Heads are sharded in attention to the tokens of the batch, or keys and values with the queries, where that is
         the method. Queries are otherwise, since they arrive so.
         """
         parts = mesh.axis_size(self.axis)
-        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
         if parts == 1:
             return Pins()
+        lengths, strategies = self._lengths(graph, mesh)
         reads, biases = self._looked_up(graph, lengths)
-        strategies: dict[str, _Ways] = {n.name: {self.axis: (PART,)} for n in moving(graph) if _takes_most(n, lengths)}
         if self.method == "ring":
             rings = {name: {self.axis: (RING,)} for name in self._rings(graph, lengths)}
             return Pins(reads=reads, op_strategies=strategies | biases | rings)
@@ -180,7 +188,7 @@ class ContextParallel(OneAxis):
 
     def check(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> None:
         """Warn of attention by hand where the method is not for it; `Plan.repeated` says what ranks repeat."""
-        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        lengths, _ = self._lengths(graph, mesh)
         for node in graph.graph.nodes if self.method in ("heads", "ring") and mesh.axis_size(self.axis) > 1 else ():
             shape = meta.one_tensor(node).shape if packet_name(node.target) == "_softmax" else ()
             if len(shape) == 4 and shape[2] in lengths:
@@ -192,7 +200,7 @@ class ContextParallel(OneAxis):
     def notes(self, graph: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
         """What a rank sends for calls of attention, forward and backward, by their method and by others."""
         parts, pinned, counts = mesh.axis_size(self.axis), self.pins(graph, mesh).op_strategies, Counter[str]()
-        lengths = {spec.meta.shape[dim] for spec, dim in self._cut(graph, mesh)}
+        lengths, _ = self._lengths(graph, mesh)
         for node, group in _attention(graph) if parts > 1 else ():
             query, *keys = operands(node)[:3]
             tokens = meta.one_tensor(query).shape[2]
@@ -213,15 +221,6 @@ class ContextParallel(OneAxis):
         """One line for the head of a plan."""
         stored_as = style_named(self.style or "fully_shard").name
         return f"context parallel on {self.axis}, attention by {self.method}, {stored_as}"
-
-
-def _takes_most(node: Node, lengths: set[int]) -> bool:
-    """Whether a call takes most of the tokens, as for predictions of the next ones, or puts them among all."""
-    if (place := part_of(node)) is None or not meta.one_tensor(node).dtype.is_floating_point:
-        return False
-    shapes, dim = [meta.one_tensor(n).shape for n in (operands(node)[0], node)], place[1]
-    few, many = sorted(shapes, key=lambda shape: int(shape[dim]))
-    return many[dim] in lengths and 2 * int(few[dim]) > int(many[dim])
 
 
 def _mask_bytes(node: Node) -> int:
