@@ -126,26 +126,34 @@ def test_the_page_for_newcomers_names_files_that_are_there() -> None:
 
 
 def unknown_commands(text: str) -> list[str]:
-    """Commands of `wholestep` and `make` in a page that are not there, and options that a command does not take."""
+    """Commands of `wholestep` and `make`, scripts and modules of this repository in a page that are not there, and
+    options that a command does not take.
+    """
     known: Any = typer.main.get_command(app)
     options = {name: {o for p in one.params for o in p.opts} | {"--help"} for name, one in known.commands.items()}
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE))
     code = "\n".join(one.strip("`") for one in re.findall(r"^```.*?^```|`[^`\n]+`", text, re.MULTILINE | re.DOTALL))
     found = [f"make {name}" for name in re.findall(r"^make ([a-z-]+)", code, re.MULTILINE) if name not in targets]
+    scripts = re.findall(r"\b((?:benchmarks|examples|tests|tools)/[\w/]+\.py)\b", text)
+    modules = (name.replace(".", "/") for name in re.findall(r"-m ((?:benchmarks|foresight|tests|tools)[\w.]*)", code))
+    found += [path for path in scripts if not (ROOT / path).exists()]
+    found += [path for path in modules if not (ROOT / path).is_dir() and not (ROOT / f"{path}.py").exists()]
     for name, rest in re.findall(r"(?:^|-m )wholestep ([a-z][a-z-]*)\b(.*)", code, re.MULTILINE):
         given = re.findall(r"(?<!\S)--[a-z][a-z0-9-]*", rest)
         found += [f"{name} {option}" for option in given if option not in options.get(name, set())]
     return found
 
 
-@pytest.mark.parametrize("page", [page for page in RUN_PAGES if page.parent.name != "decisions"], ids=page_id)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "decisions"], ids=page_id)
 def test_commands_are_there(page: Path) -> None:
     assert unknown_commands(page.read_text()) == []
 
 
 def test_unknown_commands_are_found() -> None:
     text = "`wholestep plan --mesh dp=2 --new 3`\n```\nmake toast\n```\n`wholestep dance --fast`\nmake sense\n"
-    assert unknown_commands(text) == ["make toast", "plan --new", "dance --fast"]
+    text += "`python benchmarks/moon.py` and `python -m benchmarks.moon`, `python benchmarks/start.py`"
+    expected = ["make toast", "benchmarks/moon.py", "benchmarks/moon", "plan --new", "dance --fast"]
+    assert unknown_commands(text) == expected
 
 
 def test_readme_is_short() -> None:
