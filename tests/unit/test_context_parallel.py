@@ -285,6 +285,34 @@ def test_a_rank_of_four_does_a_quarter(method: Any, rows: int) -> None:
     assert _multiplications(comparison.local.graph) == _multiplications(one.capture.graph.graph) / 4
 
 
+@pytest.mark.usual("8-2-eager", "80-1-eager", "8-2-sdpa")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("length", [8, 80])
+def test_a_rank_of_four_does_a_quarter_of_llama(length: int, rows: int, attention: str) -> None:
+    """Fewer and more tokens than its width, heads that are repeated: gradients of keys and values by hand, too."""
+    (entry,) = entries(["llama"])
+
+    def make() -> nn.Module:
+        model: Any = without_chance(entry.build().double())
+        model.set_attn_implementation(attention)
+        return model
+
+    def step(model: nn.Module, optimizer: Optimizer, ids: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with Double():
+            scores = model(input_ids=ids, use_cache=False).logits
+        loss = F.cross_entropy(scores.flatten(0, 1), ids.flatten())
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    one = _one(make, rows, length, step)
+    comparison = _same(one, "cp=4", ws.ContextParallel(method="gather"))
+    assert not comparison.plan.repeated
+    assert _multiplications(comparison.local.graph) == _multiplications(one.capture.graph.graph) / 4
+
+
 class Scores(TorchDispatchMode):
     """Counts the scores of attention that no mask hides, by the rank that computes."""
 
@@ -726,7 +754,7 @@ def test_masks_are_made_in_the_rows_of_a_rank(name: str, attention: str) -> None
         batches = [(torch.randint(1, 96, (2, length)), *ids_of) for _ in range(2)]
         comparison = _same(OneDevice(make, step, batches), f"cp={ranks}", ws.ContextParallel(method="gather"))
         assert not _pairs(comparison.local, length)
-        assert sum(work.share for work in comparison.plan.repeated) < 0.1
+        assert not comparison.plan.repeated or name == "t5"
 
 
 # -- bad input ---------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from ..graph.decompose import can_expand
 from ..graph.graph import Role
 from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
-from ..graph.op_kinds import VIEWS
+from ..graph.op_kinds import PRODUCTS, VIEWS
 from ..graph.ops import GRAD_READY, OVER_RANKS
 from ..layout import REPLICATED, VARIES, AxisState, Layout, replicated
 from ..mesh import TIME
@@ -66,7 +66,6 @@ class _Propagation:
     decisions: dict[str, Decision] = field(default_factory=dict[str, Decision])
     layouts: dict[Node, tuple[Layout, ...]] = field(default_factory=dict[Node, tuple[Layout, ...]])
     targets: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
-    origins: dict[Node, tuple[Layout | None, ...]] = field(default_factory=dict[Node, tuple[Layout | None, ...]])
     decided: dict[tuple[Hashable, ...], _Decided] = field(default_factory=dict[tuple[Hashable, ...], _Decided])
 
     def __post_init__(self) -> None:
@@ -97,9 +96,8 @@ class _Propagation:
 
     def _pick(self, node: Node) -> Decision:
         source, picked = node_at(node, 0), meta.picked(node)
-        for layouts in (self.targets, self.origins):
-            if source in layouts:
-                layouts[node] = layouts[source][picked]
+        if source in self.targets:
+            self.targets[node] = self.targets[source][picked]
         return Decision((), self.layouts[source][picked], _PRODUCER, reads=(source.name,))
 
     def _gradient(self, node: Node) -> Decision:
@@ -139,10 +137,7 @@ class _Propagation:
         takes, gives, why, because, moved = self.decided[key]
         names = tuple([n.name for n in inputs])
         moved = tuple([(with_names(name, names), text) for name, text in moved])
-        decision = Decision(takes, gives, why, None, tuple([with_names(t, names) for t in because]), names, moved)
-        if any(layout.partial for layout in gives):
-            self._note_origins(node, have, decision)
-        return decision
+        return Decision(takes, gives, why, None, tuple([with_names(t, names) for t in because]), names, moved)
 
     def _alike(self, node: Node, inputs: Sequence[Node], have: Sequence[Layout]) -> tuple[Hashable, ...]:
         """Equal for calls that get the same decision, but for the names of their operands: equal layers have many."""
@@ -311,44 +306,8 @@ class _Propagation:
         if any(layout is not None for layout in targets):
             self.targets[node] = targets
 
-    def _note_origins(self, node: Node, have: Sequence[Layout], decision: Decision) -> None:
-        """Note where the partial outputs of a call are to be reduced to: what has the shape of an operand that is
-        gathered for it, as its gradient has, to where that was.
-        """
-        pairs = zip(meta.tensors(node), decision.outputs, strict=True)
-        self.origins[node] = tuple(
-            self._origin(node, number, tensor, have, decision) if tensor is not None and layout.partial else None
-            for number, (tensor, layout) in enumerate(pairs)
-        )
-
-    def _origin(
-        self, node: Node, output: int, tensor: TensorMeta, have: Sequence[Layout], decision: Decision
-    ) -> Layout | None:
-        layout = origin = decision.outputs[output].without_partial()
-        for axis, _ in decision.outputs[output].partial:
-            for i, operand in enumerate(operands(node)):
-                took, state, read = decision.operands[i].state(axis), have[i].state(axis), meta.tensor(operand)
-                if took.kind == "P":
-                    state = self._carried(node, output, i, axis)
-                elif (
-                    took != REPLICATED or operand not in self.batch_dependent or not read or read.shape != tensor.shape
-                ):
-                    continue
-                origin = origin.put(axis, state) if state.kind == "S" else origin
-        return None if origin == layout else origin
-
-    def _carried(self, node: Node, output: int, operand: int, axis: str) -> AxisState:
-        """The state along an axis that a linear op gives the output if the operand is where it is to be reduced to."""
-        origin, rule = self.origins.get(operands(node)[operand], (None,))[0], find_rule(node)
-        state = REPLICATED if origin is None else origin.state(axis)
-        for group in rule.groups if rule else ():
-            factor = group.factor_at(0, operand, state) if operand in group.operands else None
-            if factor and output in group.outputs:
-                return group.state_by(factor, 1, output) or REPLICATED
-        return REPLICATED
-
     def target(self, node: Node) -> Layout | None:
-        return self.targets.get(node, (None,))[0] or self.origins.get(node, (None,))[0]
+        return self.targets.get(node, (None,))[0]
 
     def _reduced(self, node: Node, decision: Decision) -> Decision:
         """Reduce a partial value with several readers once, at `node`, unless the readers shrink it."""
@@ -363,14 +322,32 @@ class _Propagation:
         return replace(decision, reshards_to=target, because=(*decision.because, text))
 
     def _like_siblings(self, node: Node, partial: Layout) -> Layout:
-        """The layout a partial value is reduced to: sharded as another operand of its readers is, else whole."""
-        shape, out = meta.tensors(node)[0], partial.without_partial()
-        siblings = [n for user in node.users for n in user.all_input_nodes if n is not node and n in self.layouts]
-        same = [self.layouts[n][0] for n in siblings if (m := meta.tensor(n)) and shape and m.shape == shape.shape]
+        """The layout a partial value is reduced to: sharded as the other operands of its readers are, else whole."""
+        out = partial.without_partial()
         for axis, _ in partial.partial:
-            cuts = [layout.state(axis) for layout in same if layout.state(axis).kind == "S"]
-            out = out.put(axis, cuts[0]) if cuts and shape and shape.shape else out
+            out = out.put(axis, self._as_read(node, axis, set[Node]()) or REPLICATED)
         return out
+
+    def _as_read(self, node: Node, axis: str, seen: set[Node]) -> AxisState | None:
+        """The state along an axis that rules of its readers give a value, for another operand that they read or for
+        what reads their results, up to the next products.
+        """
+        for user in [u for u in node.users if u not in seen]:
+            seen.add(user)
+            rule, inputs = find_rule(user) if user.op == "call_function" else None, operands(user)
+            stored = axis in self.situation.storage and user in self.batch_dependent
+            there = [n in self.layouts and not (stored and n not in self.batch_dependent) for n in inputs]
+            states = [self.layouts[n][0].state(axis) if t else REPLICATED for n, t in zip(inputs, there, strict=True)]
+            for group in rule.groups if rule and node in inputs else ():
+                if (at := inputs.index(node)) not in group.operands:
+                    continue
+                sharded = [(0, i, state) for i, state in enumerate(states) if i in group.operands]
+                if user.target not in PRODUCTS and 0 in group.outputs and (after := self._as_read(user, axis, seen)):
+                    sharded.append((1, 0, after))
+                factors = filter(None, (group.factor_at(*place) for place in sharded))
+                if wanted := next(filter(None, (group.state_by(factor, 0, at) for factor in factors)), None):
+                    return wanted
+        return None
 
     def _pinned(self, node: Node, decision: Decision) -> Decision:
         """Reshard the result to the layout that the strategy pins."""
