@@ -52,7 +52,7 @@ import wholestep as ws
 from benchmarks.peers.models import build
 from benchmarks.peers.sizes import CONFIGS, Config
 
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default", "hybrid")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "hybrid")
 SEMANTICS = ("per_rank", "global")
 NEEDED = 4  # ranks of a mesh of two axes
 MOST_ROWS = 4

@@ -29,7 +29,7 @@ from tests.together import OneDevice, compare
 
 TOLERANCE = 1e-10
 TENSOR_PARALLEL = ws.TensorParallel({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}, axis="tp")
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 ORDERS = ("gpipe", "1f1b", "interleaved", "zero_bubble", "auto")
 
 

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default", "hybrid")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "hybrid")
 SCHEDULES = ("auto", "across_steps", "none")
 SCHEDULERS = ("one_cycle", "cosine")
 SEMANTICS = ("per_rank", "global")

@@ -23,7 +23,7 @@ from wholestep.checkpoint import durable
 
 ROWS = 12
 KILLED = r"exit code -9|Connection|closed"  # the rank itself, or what its peer saw of it
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 MESHES = {"hybrid": {2: "r=1,s=2", 4: "r=2,s=2"}}
 
 
@@ -161,7 +161,7 @@ def _load(rank: int, world: int, style: str, optimizer: str, root: str, into: st
 
 TARGETS = [
     (3, "replicate", "step"), (1, "fully_shard", "called step"), (4, "hybrid", "step"), (2, "zero1", "called step"),
-    (3, "zero2", "model"), (2, "default", "step"), (4, "fully_shard", "called step"),
+    (3, "zero2", "model"), (2, "zero1", "step"), (4, "fully_shard", "called step"),
 ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from tests.dist.compare import difference
 from tests.dist.launch import run_ranks
 from tests.steps import mse as _train
 
-STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 SCHEDULES = ("auto", "across_steps", None)
 ALONE = ws.Schedule(bucket_bytes=1, first_bucket_bytes=1, across_steps=True)
 TOLERANCE = 1e-6

@@ -36,7 +36,7 @@ class Job:
 
 
 JOBS = [
-    *(Job(style) for style in ("replicate", "zero1", "zero2", "fully_shard", "default")),
+    *(Job(style) for style in ("replicate", "zero1", "zero2", "fully_shard")),
     *(Job(style, schedule=SMALL) for style in ("replicate", "zero1", "fully_shard")),
     Job("fully_shard", drop=0.5),
     *(Job(style, "global", 0.5) for style in ("replicate", "fully_shard")),

@@ -13,7 +13,7 @@ from tests.unit.test_nonfinite import BAD, OPTIMIZERS, Batch, Net, Told, batch, 
 
 from .launch import run_ranks
 
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 CALLS = ("", *BAD, "", "")
 Calls = list[tuple[int, tuple[str, ...]]]
 

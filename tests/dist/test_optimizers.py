@@ -18,7 +18,7 @@ from tests.optimizers import Kind, build, data, of_others, of_torch
 from tests.steps import mse as train
 from tests.unit.test_optimizer_state import ASKS, with_state
 
-STYLES = ("default", "replicate", "zero1", "zero2", "fully_shard")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 
 
 def _data(rank: int, call: int, *shape: int) -> Tensor:
@@ -111,7 +111,7 @@ def _own_shapes(rank: int, world: int, style: str, at_once: bool, folder: str) -
 @pytest.mark.crossed
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize(
-    "style", [pytest.param(s, marks=() if s in ("default", "fully_shard") else pytest.mark.full) for s in STYLES]
+    "style", [pytest.param(s, marks=() if s in ("zero1", "fully_shard") else pytest.mark.full) for s in STYLES]
 )
 def test_state_of_shapes_of_its_own(style: str, at_once: bool, tmp_path: Any) -> None:
     """What has the parameter's shape rests as the style says, all else whole."""

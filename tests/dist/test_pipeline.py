@@ -16,7 +16,7 @@ HALF, MIXED = ws.MixedPrecision(torch.bfloat16), ws.MixedPrecision(torch.bfloat1
 PRECISIONS = (None, HALF, MIXED)
 OFFLOADS = (None, "cpu")
 SCHEDULES = (None, "auto", "across_steps", ws.Schedule(bucket_bytes=2000, first_bucket_bytes=300))
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default", "hybrid")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard", "hybrid")
 
 
 def made(rows: int = 6, layers: int = 1) -> tuple[nn.Module, Optimizer, Tensor]:

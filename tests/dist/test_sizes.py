@@ -21,7 +21,7 @@ from tests.unit.test_sizes_compiled import model_of
 from wholestep.graph.nodes import communicates
 
 of_tokens = step_of(next_token)
-STYLES = ("replicate", "zero1", "zero2", "fully_shard", "default")
+STYLES = ("replicate", "zero1", "zero2", "fully_shard")
 
 
 def sizes(rank: int, calls: int, semantics: str) -> list[tuple[int, int]]:
@@ -186,7 +186,7 @@ def test_what_inductor_compiles_is_for_all_sizes_on_each_rank(style: str, semant
 
 FFN = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 PADDED: dict[str, tuple[str, Any]] = {
-    "per_rank": ("dp=2", ws.DataParallel("default")),
+    "per_rank": ("dp=2", ws.DataParallel("fully_shard")),
     "global": ("dp=2", ws.DataParallel("zero1", semantics="global")),
     "tensor parallel": ("tp=2", ws.TensorParallel(FFN)),
     "both": ("dp=2,tp=2", [ws.DataParallel("fully_shard", axis="dp", semantics="global"), ws.TensorParallel(FFN)]),

@@ -154,7 +154,7 @@ def _strategy(rng: Random, found: Program, mesh: Mesh) -> Any:
         styles = {i.name: rng.choice(["colwise", "rowwise"]) for i in rng.sample(params, min(2, len(params)))}
         parts.append(ws.TensorParallel(styles, axis=tensor, strict=False))
     if names:
-        kinds = ["replicate", "zero1", "zero2", "fully_shard", "default", *(["hybrid"] if len(names) > 1 else [])]
+        kinds = ["replicate", "zero1", "zero2", "fully_shard", *(["hybrid"] if len(names) > 1 else [])]
         batch = {i.name: rng.choice([0, 0, 0, 1, None]) for i in found.graph.inputs}
         batch = {n: d for n, d in batch.items() if d is None or d < _ndim(found, n)}
         parts.append(

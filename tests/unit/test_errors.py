@@ -265,8 +265,7 @@ def test_a_torch_that_knows_no_cuda():
             ws.PlanError,
             [
                 "DataParallel(style='zero4')",
-                "  needed: style one of 'replicate', 'zero1', 'zero2', 'fully_shard', 'default', "
-                "'hybrid' or a function",
+                "  needed: style one of 'replicate', 'zero1', 'zero2', 'fully_shard', 'hybrid' or a function",
                 "  next: correct the name",
             ],
         ),

@@ -16,7 +16,7 @@ import wholestep as ws
 from tests.hf_models import loss_of
 from tests.steps import mean_square
 from tests.together import OneDevice, compare
-from tests.unit.test_experts import ORDERED, TOKENS, Sorted, mixture, plain_products, to_few
+from tests.unit.test_experts import ORDERED, TOKENS, Sorted, counts_first, mixture, plain_products, to_few
 from wholestep.capture.capture_options import CaptureOptions
 from wholestep.errors import PlanError
 from wholestep.graph import meta
@@ -72,6 +72,12 @@ def _check(one: OneDevice, mesh: str, parallel: Any) -> None:
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ranks_that_divide_experts_or_not(ranks: int, name: str, rows: int, parallel: Any) -> None:
     _check(mixture(name, rows, layers=2 if name == "mixtral" else 1), f"dp={ranks}", parallel)
+
+
+@ALL_METHODS
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_groups_that_are_counted_before_the_sort(ranks: int, parallel: Any) -> None:
+    _check(counts_first(), f"dp={ranks}", parallel)
 
 
 @pytest.mark.usual("gpt_oss-gathered", "gpt_oss-sent", "deepseek_v3-in room")

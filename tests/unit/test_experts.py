@@ -283,6 +283,63 @@ def test_a_permutation_and_its_inverse(inverse: str) -> None:
     _check(_sorted(inverse=inverse), "dp=4", TOKENS, 0.26)
 
 
+class CountsFirst(nn.Module):
+    """Rows of the experts that are chosen for each token, counted before they are sorted, as torchtitan does; the
+    sorted keys are not read. `count`: what is counted of the chosen experts, and of those of another router; `last`:
+    the last number.
+    """
+
+    def __init__(self, count: Callable[[Tensor, Tensor], Tensor] = lambda chosen, other: chosen, last: int = 5) -> None:
+        super().__init__()
+        self.count, self.last = count, last
+        self.gate, self.other, self.out = nn.Linear(8, 5), nn.Linear(8, 5), nn.Linear(8, 8)
+        self.experts = nn.Parameter(torch.randn(5, 8, 8) * 0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.reshape(-1, 8)
+        scores, chosen = self.gate(tokens).softmax(-1).topk(2, 1)
+        counted = self.count(chosen.view(-1), self.other(tokens).topk(2, 1)[1].view(-1))
+        ends = torch.cumsum(torch.histc(counted.double(), 5, 0, self.last), 0, dtype=torch.int32)
+        order = torch.argsort(chosen.view(-1), stable=True)
+        rows = tokens[order // 2] * scores.view(-1)[order, None]
+        rows = torch.ops.transformers.grouped_mm_fallback(rows, self.experts, ends)
+        back = torch.zeros_like(rows)
+        back[order] = rows
+        return self.out(back.reshape(-1, 2, 8).sum(1)).reshape(x.shape) + x
+
+
+@cache
+def counts_first(**options: Any) -> OneDevice:
+    """Five experts, four rows of six tokens."""
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = CountsFirst(**options)
+        return model, AdamW(model.parameters(), lr=0.05, eps=1e-4, fused=True)
+
+    return OneDevice(make, mean_square, [(torch.randn(4, 6, 8),) for _ in range(3)])
+
+
+@pytest.mark.parametrize("last", [4, 5])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_groups_that_are_counted_before_the_sort(ranks: int, last: int) -> None:
+    _check(counts_first(last=last), f"dp={ranks}", TOKENS, 1 / ranks + 0.01)
+
+
+NOT_COUNTED: dict[str, dict[str, Any]] = {
+    "those of another router": {"count": lambda chosen, other: other},
+    "as bool": {"count": lambda chosen, other: chosen.bool()},
+    "one more": {"count": lambda chosen, other: chosen + 1},
+    "half a group": {"last": 9},
+}
+
+
+@pytest.mark.parametrize("name", NOT_COUNTED)
+def test_where_other_numbers_are_counted_all_is_as_it_is(name: str) -> None:
+    one = counts_first(**NOT_COUNTED[name])
+    local = _same(one, "dp=2", TOKENS).local
+    assert _rows(local.graph) == _rows(one.capture.graph.graph)
+
+
 ORDERED: dict[str, Callable[[Tensor], Tensor]] = {
     "places": lambda rows: rows * torch.arange(rows.shape[0])[:, None],
     "running sum": lambda rows: rows.cumsum(0),

@@ -31,7 +31,7 @@ def graph() -> ws.TrainGraph:
     return capture(fused=True)
 
 
-STYLES = ["replicate", "zero1", "zero2", "fully_shard", "default"]
+STYLES = ["replicate", "zero1", "zero2", "fully_shard"]
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -102,12 +102,6 @@ def test_bytes_at_rest_are_a_rank_share_plus_padding(graph, ranks):
     counts = sum(i.meta.size_bytes for i in graph.inputs if i.role.value == "state" and not i.meta.shape)
     rest = plan.stored_bytes("param") + plan.stored_bytes("state") - counts
     assert whole / ranks <= rest <= (whole + padding) / ranks * 1.01
-
-
-def test_default_style_cuts_what_divides_and_keeps_the_rest(graph):
-    plan = ws.plan(graph, "dp=3", ws.DataParallel("default"))
-    assert [plan.storage[f"{n}.weight"].is_sharded for n in (0, 2)] == [True, False]  # 33 rows, 7 rows
-    assert plan.storage["2.weight/exp_avg"] == plan.storage["2.weight"]
 
 
 # -- layouts and meshes ------------------------------------------------------------------

@@ -57,7 +57,7 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "spread": lambda x, y: x.var() + x.std(0).mean(),
     "contrast": lambda x, y: F.cross_entropy(x.mean(1) @ x[:, 0].t(), torch.arange(x.shape[0])),
 }
-DATA = ("replicate", "zero1", "zero2", "fully_shard", "default")
+DATA = ("replicate", "zero1", "zero2", "fully_shard")
 TENSOR = ws.TensorParallel({"up": "colwise", "down": "rowwise"})
 SIZES = ((2, 2), (3, 9), (5, 4), (7, 13), (9, 6), (10, 5), (16, 8), (12, 3))
 

@@ -140,10 +140,9 @@ def test_auto_takes_no_function() -> None:
 
 # -- the table ---------------------------------------------------------------------------------------------------------
 def test_templates_storages_and_the_command_read_the_table() -> None:
-    tried = [style for style in STYLES.values() if style.searched]
     named = {t.name.partition(" on ")[0].partition(",")[0] for t in templates(ws.Mesh("a=2,b=2"))}
-    assert named == {style.name for style in tried}
-    assert {option.style for option in STORAGE_OPTIONS} == {s.name for s in tried if not s.shards_gradients}
+    assert named == {*STYLES}
+    assert {option.style for option in STORAGE_OPTIONS} == {s.name for s in STYLES.values() if not s.shards_gradients}
     assert [style.value for style in Style] == list(STYLES)
     for style in STYLES.values():
         data = ws.DataParallel(style.name, reshard_after_forward=True)

@@ -166,7 +166,7 @@ def test_sum_over_ranks(case: str, style: str, world: int) -> None:
 
 
 @pytest.mark.crossed
-@pytest.mark.parametrize("style", ["fully_shard", "default", "hybrid"])
+@pytest.mark.parametrize("style", ["fully_shard", "hybrid"])
 @pytest.mark.parametrize("again", [True, False, None])
 @pytest.mark.parametrize("case", ["twice", "tokens", "micro-batches", "uneven"])
 @pytest.mark.parametrize("world", WORLDS)

@@ -55,7 +55,7 @@ def whole(local: ws.LocalGraph) -> dict[tuple[str, str], int]:
 
 @pytest.mark.crossed
 @pytest.mark.parametrize("axis", [None, ("gpu", "node")])
-@pytest.mark.parametrize("style", ["zero1", "zero2", "fully_shard", "default"])
+@pytest.mark.parametrize("style", ["zero1", "zero2", "fully_shard"])
 def test_links_between_nodes_carry_pieces(graph: ws.TrainGraph, style: str, axis: tuple[str, ...] | None) -> None:
     local = planned(graph, f"node={NODES},gpu={INSIDE}", ws.DataParallel(style, axis=axis))
     carried = whole(local)

@@ -254,7 +254,7 @@ REPLICATE = StorageOption("replicate")
 STORAGE_OPTIONS = tuple(
     StorageOption(style.name, regathers)
     for style in STYLES.values()
-    if style.searched and not style.shards_gradients  # styles that differ in gradients alone store a parameter alike
+    if not style.shards_gradients  # styles that differ in gradients alone store a parameter alike
     for regathers in ((False, True) if style.gathers_parameters else (False,))
 )
 

@@ -166,7 +166,7 @@ def _sent_bytes(rows: SortedRows, graph: TrainGraph, ranks: int, counted: bool, 
     batches of their `own`, or weights, gathered as what is cast of them, and their gradients; or of rows those that it
     has, if it may, or room for as many as may come.
     """
-    tokens = 4 * sum(int(meta.size_bytes(n)) for n in {*rows.sources})
+    tokens = 4 * sum(int(meta.size_bytes(n)) for n in {operands(n)[0] for n in rows.arrive if len(n.args) == 2})
     sent = {} if own else {"gather_rows": tokens}
     paths = {path[-1]: path for path in map(_path, filter(None, rows.products.values()))}
     sent["weights"] = sum(min(int(meta.size_bytes(n)) for n in path) for path in paths.values())

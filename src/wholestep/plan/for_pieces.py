@@ -90,16 +90,12 @@ def count_targets(node: Node) -> None:
     if item is None:
         return
     tensor = meta.one_tensor(item)
-    readers = [user for user in item.users if user.op != "output"]
-    if len(readers) == len(item.users) and all(_is_backward_of_no_mean(user) for user in readers):
+    backward = ("nll_loss_backward", "nll_loss2d_backward")
+    if all(packet_name(user.target) in backward and user.args[4:5] != (_MEAN,) for user in item.users):
         new = _call(item, item, aten.zeros.default, [], dtype=tensor.dtype, device=torch.device(tensor.device))
     else:
         new = _weight_of_targets(item, node, tensor)
     item.replace_all_uses_with(new)
-
-
-def _is_backward_of_no_mean(node: Node) -> bool:
-    return packet_name(node.target) in ("nll_loss_backward", "nll_loss2d_backward") and node.args[4:5] != (_MEAN,)
 
 
 def _weight_of_targets(item: Node, loss: Node, tensor: TensorMeta) -> Node:

@@ -33,7 +33,7 @@ from .plan import Plan
 from .propagate import propagate, would_gather
 from .propagation_inputs import PropagationInputs, moving, per_rank_buffers, varying
 from .repeated_work import repeated_work
-from .rows_in_any_order import NOWHERE, Apart, check_rows, shares_rows, with_rows_in_any_order
+from .rows_in_any_order import Apart, check_rows, shares_rows, with_rows_in_any_order
 from .stage_of_node import with_lists_by_owner
 from .strategies import Strategies
 from .strategy import Stored
@@ -155,7 +155,8 @@ def _with_rows(
     """
     sorts = strategies.sorts_apart(start.graph, start.mesh).items()
     apart: dict[str, Apart] = {name: (axis, come if sends else "gathered", own) for name, (axis, come, own) in sorts}
-    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, NOWHERE), start.mesh)
+    none: Apart = "", "gathered", ""
+    graph = with_rows_in_any_order(start.graph, lambda rows: apart.get(rows.sort.name, none), start.mesh)
     shares = any(start.rest[i.name].is_sharded for i in graph.inputs if i.role is Role.BATCH)
     if graph is start.graph or not (apart or shares):
         return None

@@ -209,10 +209,10 @@ def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
     if key_dims:
         mask = arguments.get("attn_mask", arguments.get("attn_bias"))
         causal = bool(call.argument("is_causal", False)) and query_dims == key_dims and key_dims[at].first
-        last = len(_shape_by_name(call, "attn_mask", "attn_bias")) - 1
+        at_mask = next((s.positions[0] for s in call.slots if s.name in ("attn_mask", "attn_bias") and s.positions), -1)
+        last = len(call.shape(at_mask)) - 1 if at_mask >= 0 else -1
         masked = False
         if mask is not None and last in mask.dims and not causal:
-            at_mask = next(s.positions[0] for s in call.slots if s.name in ("attn_mask", "attn_bias"))
             mask = _masked(proof, at_mask, mask, last)
             masked = mask.tails[frozenset({last})] == -math.inf and mask.dims[last] == key_dims[at]
         if not causal and not masked:
@@ -239,10 +239,6 @@ def _attention(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:
 
 def _by_name(call: Call, operands: Sequence[Value]) -> dict[str, Value]:
     return {slot.name: operands[slot.positions[0]] for slot in call.slots if slot.positions}
-
-
-def _shape_by_name(call: Call, *names: str) -> tuple[int, ...]:
-    return next((call.shape(slot.positions[0]) for slot in call.slots if slot.name in names and slot.positions), ())
 
 
 def _loss(proof: Proof, call: Call, operands: Sequence[Value]) -> Made:

@@ -53,8 +53,6 @@ Apart = tuple[str, Literal["gathered", "counted", "bounded"], Literal["", "sum",
 """The axis whose ranks have groups of their own; whether all rows are there, or sent to them, as many as the host
 counts, or with room for all that may come; and if ranks have batches of their own, what gradients are of these.
 """
-NOWHERE: Apart = "", "gathered", ""
-"""No axis has groups apart."""
 
 
 def with_rows_in_any_order(graph: TrainGraph, apart: Callable[[SortedRows], Apart], mesh: Mesh) -> TrainGraph:
@@ -63,12 +61,11 @@ def with_rows_in_any_order(graph: TrainGraph, apart: Callable[[SortedRows], Apar
     """
     if not any(_sorts_rows(node) for node in graph.graph.nodes):
         return graph
-    new, changed = copy_graph(graph.graph), False
-    for rows in sorted_rows(new):
+    new = copy_graph(graph.graph)
+    for rows in (every := [*sorted_rows(new)]):
         rows.rewrite(*apart(rows), mesh)
-        changed = True
     drop_dead(new)
-    return replace(graph, graph=new) if changed else graph
+    return replace(graph, graph=new) if every else graph
 
 
 def sorted_rows(graph: Graph) -> Iterator[SortedRows]:
@@ -87,13 +84,15 @@ def sorts_in_one_order(graph: Graph, others: Sequence[SortedRows]) -> list[Node]
 
 def sorts_of_groups(graph: Graph) -> list[tuple[Node, int]]:
     """Sorts whose groups grouped products take, and the number of groups; 0 where that is not known."""
-    sorts = [(n, _places(operands(n)[0])) for n in graph.nodes if _sorts_rows(n)]
-    return [(n, g) for n, g in sorts if any(str(user.target) in _PRODUCTS for v in _vectors(n) for user in v.users)]
+    ends = {n for node in graph.nodes if str(node.target) in _PRODUCTS for n in node.all_input_nodes}
+    return [(n, _places(operands(n)[0])) for n in graph.nodes if _sorts_rows(n) and not ends.isdisjoint(_vectors(n))]
 
 
 def _vectors(sort: Node) -> set[Node]:
-    """The positions and counts that are computed of a sort."""
-    return reached([sort], lambda node: node.users, lambda node: all(len(t.shape) < 2 for t in meta.tensors(node) if t))
+    """The positions and counts that are computed of a sort, or of what it sorts."""
+    keys = _source(node_at(sort, 0))
+    starts = [sort] if any(map(_sorts_rows, keys.all_input_nodes)) else [sort, keys]
+    return reached(starts, lambda node: node.users, lambda node: all(len(t.shape) < 2 for t in meta.tensors(node) if t))
 
 
 def with_shared_rows(graph: TrainGraph, decisions: Mapping[str, Decision], mesh: Mesh, counted: bool) -> TrainGraph:
@@ -206,13 +205,19 @@ def _places(keys: Node) -> int:
     return max(bounds, default=0) if all(bounds) else 0
 
 
+def _source(keys: Node) -> Node:
+    """What keys are views and copies of."""
+    views = packet_name(keys.target) in ("view", "_unsafe_view", "reshape", "clone", "_to_copy")
+    return _source(node_at(keys, 0)) if views and meta.one_tensor(keys).dtype.itemsize >= 4 else keys
+
+
 @dataclass
 class SortedRows:
     """The values of a step that have rows in the order of `sort`.
 
     `dims`: the dim of rows of each output. `index`: positions before the sort, divided by a number; `inverse`: those
-    after it. `groups`: the sorted keys; `counts` of keys by group, and `ends` of groups, with their number. `sources`:
-    what rows are read of. `sums`: ops that sum over rows, with the operands that are zero for rows that do not count;
+    after it. `groups`: the sorted keys, or the sort, where the step does not read them; `counts` of them by group;
+    `numbers` of groups. `sums`: ops that sum over rows, with the operands that are zero for rows that do not count;
     none where that is not known. `constants`: what is made of shapes. `products`: what multiplies rows, with the
     matrices of groups that it reads. `arrive`: rows in the order of the sort, made of others; `leave`: what reads such
     rows to make others, with the rows. Between, `sized` are calls that are told how many there are, and how they are
@@ -226,10 +231,9 @@ class SortedRows:
     groups: list[Node] = field(default_factory=list[Node])
     sums: dict[Node, tuple[Node, ...]] = field(default_factory=dict[Node, tuple[Node, ...]])
     products: dict[Node, Node | None] = field(default_factory=dict[Node, "Node | None"])
-    counts: dict[Node, int] = field(default_factory=dict[Node, int])
-    ends: dict[Node, int] = field(default_factory=dict[Node, int])
+    counts: set[Node] = field(default_factory=set[Node])
+    numbers: set[int] = field(default_factory=set[int])
     constants: list[Node] = field(default_factory=list[Node])
-    sources: list[Node] = field(default_factory=list[Node])
     chosen: dict[Node, Node] = field(default_factory=dict[Node, Node])
     calls: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
     sized: dict[Node, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict[Node, "tuple[Any, tuple[Any, ...]]"])
@@ -258,13 +262,13 @@ class SortedRows:
     @property
     def number(self) -> int:
         """Of groups."""
-        return next(iter(self.counts.values()))
+        return next(iter(self.numbers))
 
     @property
     def have_groups_apart(self) -> bool:
         """Whether ranks may have groups: every row is of one of them, and sums can do without rows."""
         sums = all(rows and self.groups[0] < node for node, rows in self.sums.items())
-        return sums and {*self.counts.values()} == {self.number} and _places(node_at(self.sort, 0)) <= self.number
+        return sums and len(self.numbers) == 1 and _places(node_at(self.sort, 0)) <= self.number
 
     @property
     def may_be_sent(self) -> bool:
@@ -297,6 +301,13 @@ class SortedRows:
         """Give ops the functions that have rules for own rows, and note which dims are rows; along `axis`, if any, for
         ranks that have groups, to which rows `come`, of batches of their `own` or of one.
         """
+        sort, graph = self.sort, self.sort.graph
+        if sort in self.groups:
+            with graph.inserting_after(sort):
+                keys = add_node(graph, "call_function", _torch.GETITEM, (sort, 0), {}, f"{sort.name}_keys")
+            meta.copy(node_at(sort, 0), keys)
+            self.groups, self.dims[keys] = [keys], (0,)
+            self.calls = {n: (op, tuple(keys if a is sort else a for a in of)) for n, (op, of) in self.calls.items()}
         ranks, axes = (mesh.axis_size(axis), [axis]) if axis else (1, [])
         sent, share, gradients = come != "gathered", self.share(come, ranks), self.gradients
         first, count = Extent(self.number, ((axis, ranks),), start=True), extent(self.number, axes, mesh)
@@ -344,9 +355,7 @@ class SortedRows:
 
     def _apart(self) -> int:
         """How many rows, one after the other before the sort, have different groups: those that topk chose at once."""
-        keys = node_at(self.sort, 0)
-        while packet_name(keys.target) in ("view", "_unsafe_view", "reshape", "clone", "_to_copy"):
-            keys = node_at(keys, 0)
+        keys = _source(node_at(self.sort, 0))
         source = node_at(keys, 0) if _torch.is_getitem(keys.target) else keys
         shape = meta.one_tensor(keys).shape
         last = packet_name(source.target) == "topk" and source.args[2:3] in ((), (-1,), (len(shape) - 1,))
@@ -422,14 +431,26 @@ class SortedRows:
         if str(node.target) in _PRODUCTS:
             return len(node.args) > 2 and self._multiplies(node)
         if first in self.counts and name == "cumsum":
-            self.ends[node] = self.counts[first]
             return True
-        if first in self.groups and name == "_to_copy":
-            self.groups += [node] if meta.one_tensor(node).dtype.itemsize >= 4 else []
-        # from 0 to 0 is a range by the values
-        elif first in self.groups and name == "histc" and args[2:4] == (0, cast(int, args[1]) - 1) != (0, 0):
-            self.counts[node] = cast(int, args[1])
+        if first and _source(first) in self.groups and self._counted(node):
+            self.counts.add(node)
         return self._treats_alike(node)
+
+    def _counted(self, counts: Node) -> int:
+        """The number of groups by which `counts` counts keys; 0: it does not. From 0 to 0 is a range by the values."""
+        if packet_name(counts.target) != "histc" or len(counts.args) < 4:
+            return 0
+        number, least, most = cast("tuple[int, Any, Any]", counts.args[1:4])
+        below = 0 < _places(node_at(self.sort, 0)) <= number
+        return number if least == 0 < most and (most == number - 1 or (most == number and below)) else 0
+
+    def _number(self, ends: Node) -> int:
+        """How many groups end at `ends`, which count the keys of this sort, before it or behind it; 0: others."""
+        total = _source(ends)
+        counts = _source(node_at(total, 0)) if packet_name(total.target) == "cumsum" else total
+        number = 0 if counts is total else self._counted(counts)
+        before = [_source(node_at(self.sort, 0))] if packet_name(self.sort.target) == "sort" else []
+        return number if number and _source(node_at(counts, 0)) in self.groups + before else 0
 
     def _known(self, node: object) -> bool:
         return node in self.dims or node in self.index or node in self.inverse
@@ -447,7 +468,6 @@ class SortedRows:
         self.dims[node] = (0,)
         self.arrive.append(node)
         self.groups += [node] if source is node_at(self.sort, 0) else []
-        self.sources.append(source)
         return not self._known(source) and meta.one_tensor(source).shape[0] * self.index[place] == self.count
 
     def _writes(self, node: Node, place: Node) -> bool:
@@ -474,10 +494,12 @@ class SortedRows:
     def _multiplies(self, node: Node) -> bool:
         """Each row by the matrix of its group; the gradient of the matrices is a sum over rows."""
         first, other, ends, *rest = node.args
-        number = self.ends.get(cast(Node, ends), 0)
+        number = self._number(cast(Node, ends))
         matrices = meta.one_tensor(cast(Node, other)).shape
-        if not (number and self.groups) or node.kwargs.get("bias") is not None:
+        if not number or node.kwargs.get("bias") is not None:
             return False
+        self.numbers.add(number)
+        self.groups = self.groups or [self.sort]
         self.calls[node] = product_of_rows(node.target, number), (first, other, self.groups[0], *rest)
         self.products[node] = None if self._is_rows(other) else cast(Node, other)
         if self._is_rows(first, 1) and self._is_rows(other) and not rest:

@@ -31,7 +31,6 @@ class StorageStyle:
         shards_gradients: the gradient of each micro-batch is reduce-scattered at once, and accumulates as a shard.
         gathers_parameters: most parameters are stored as shards and gathered before use (`reshard_after_forward`).
         grouped: shards on the last axis and replicates on the others, so it needs two axes.
-        searched: `Auto` tries it.
     """
 
     name: str
@@ -40,7 +39,6 @@ class StorageStyle:
     shards_gradients: bool = False
     gathers_parameters: bool = False
     grouped: bool = False
-    searched: bool = True
 
 
 def style_named(style: str | Store) -> StorageStyle:
@@ -51,7 +49,7 @@ def style_named(style: str | Store) -> StorageStyle:
     if isinstance(style, str):
         return STYLES[style]
     function = getattr(style, "__qualname__", type(style).__name__)
-    return StorageStyle(f"{style.__module__}:{function}", style, gathers_parameters=True, searched=False)
+    return StorageStyle(f"{style.__module__}:{function}", style, gathers_parameters=True)
 
 
 def reduced_once(name: str) -> str:
@@ -71,15 +69,11 @@ def _sharded(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> L
     """
     if not have.dims:
         return have
-    inner_first, ranks = tuple(name for name in reversed(mesh.names) if name in axes), _ranks(mesh, axes)
+    inner_first, ranks = tuple(name for name in reversed(mesh.names) if name in axes), prod(map(mesh.axis_size, axes))
     sizes = have.local_shape(param.meta.shape, mesh, mesh.coordinate(0))
     padded = [ceil(size / ranks) * ranks / max(size, 1) for size in sizes]
     long = 0 if sizes[0] >= ranks else padded.index(min(padded))
     return replace(have, dims=tuple((*of, *inner_first) if dim == long else of for dim, of in enumerate(have.dims)))
-
-
-def _ranks(mesh: Mesh, axes: tuple[str, ...]) -> int:
-    return prod(mesh.axis_size(axis) for axis in axes)
 
 
 def _replicate(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
@@ -94,12 +88,6 @@ def _fully_shard(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) 
     return _sharded(param, have, mesh, axes), _sharded(param, have, mesh, axes)
 
 
-def _default(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
-    rows = have.local_shape(param.meta.shape, mesh, mesh.coordinate(0))[:1]
-    even = rows and rows[0] % _ranks(mesh, axes) == 0
-    return _fully_shard(param, have, mesh, axes) if even else (have, have)
-
-
 def _hybrid(param: Input, have: Layout, mesh: Mesh, axes: tuple[str, ...]) -> tuple[Layout, Layout]:
     return _fully_shard(param, have, mesh, axes[-1:])
 
@@ -111,7 +99,6 @@ STYLES: dict[str, StorageStyle] = {
         StorageStyle("zero1", _zero),
         StorageStyle("zero2", _zero, shards_gradients=True),
         StorageStyle("fully_shard", _fully_shard, gathers_parameters=True),  # ZeRO-3, FSDP
-        StorageStyle("default", _default, gathers_parameters=True, searched=False),  # shard where dim 0 divides evenly
         StorageStyle("hybrid", _hybrid, gathers_parameters=True, grouped=True),  # HSDP
     )
 }

@@ -96,15 +96,14 @@ class Auto:
             finding = 'Auto(micro_batches=MicroBatches("auto")) without memory_bytes'
             needed = "a budget: the number of pieces is the one that fits"
             raise PlanError(finding, needed, 'give memory_bytes="80GiB", say, or a number of pieces')
-        names = [style.name for style in STYLES.values() if style.searched]
         if self.styles is not None and not (
-            is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*names}
+            is_a(self.styles, Sequence[str]) and {*self.styles} and {*self.styles} <= {*STYLES}
         ):
             problem = f"Auto(styles={shown(self.styles)})"
-            raise PlanError(problem, f"some of {', '.join(map(repr, names))}", "correct the names")
+            raise PlanError(problem, f"some of {', '.join(map(repr, STYLES))}", "correct the names")
         if not isinstance(self.data.style, str):
             problem = f"Auto(data=DataParallel(style={self.data.kind.name}))"
-            needed = f"no style: Auto chooses among {', '.join(names)}"
+            needed = f"no style: Auto chooses among {', '.join(STYLES)}"
             raise PlanError(problem, needed, "leave out the style, or give the DataParallel as parallel=")
 
     @property

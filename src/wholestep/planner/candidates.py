@@ -100,7 +100,7 @@ def _styles(
 ) -> Iterator[tuple[TemplateKey, tuple[Strategy, ...]]]:
     """Data parallelism on `axes` by each style, and `context`, which stores as it does, or by the style alone."""
     for style in STYLES.values():
-        if not style.searched or (style.grouped and len(axes) < 2):
+        if style.grouped and len(axes) < 2:
             continue
         key = TemplateKey(style.name, None, axes, context_axis=context.axis if context else "")
         if context is not None and not axes:
