@@ -592,7 +592,7 @@ def _derived(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, out: Tensor, grad: T
 def cuda_kernels() -> Iterator[None]:
     """The ops of flash and efficient attention, computed by products on the CPU."""
     library: Any = torch.library.Library("aten", "IMPL")
-    none = torch.zeros(0)
+    none, seed = torch.zeros(0), torch.zeros((), dtype=torch.int64)
 
     def flash(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, *_: Any) -> Any:
         out, sums = _reference(q, k, v, causal)
@@ -606,12 +606,12 @@ def cuda_kernels() -> Iterator[None]:
         out, sums = _reference(q, k, v, *(rest or (False,)))
         padded = torch.full((*sums.shape[:2], -(-sums.shape[2] // 32) * 32), torch.inf, dtype=sums.dtype)
         padded[..., : sums.shape[2]] = sums
-        return out, padded, none, none
+        return out, padded, seed, seed
 
     def efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Any, out: Tensor, *rest: Any) -> Any:
         sums, *_, needed, causal = cast("tuple[Any, ...]", (*rest, *[False] * (6 - len(rest))))
         assert needed == [True, True, True, False]
-        return (*_derived(q, k, v, sums[..., : q.shape[2]], out, grad, causal), none)
+        return (*_derived(q, k, v, sums[..., : q.shape[2]], out, grad, causal), torch.zeros(0))
 
     for name, function in (
         ("flash_attention", flash), ("flash_attention_backward", flash_backward),
@@ -673,6 +673,32 @@ def test_cuda_kernels_of_a_piece_of_the_keys(causal: bool) -> None:
         torch.testing.assert_close(merged, [outs, logs])
         torch.testing.assert_close(of_queries[0], expected[0][:, :, first:last])
     torch.testing.assert_close([of_keys, of_values], list(expected[1:3]))
+
+
+class Padding(nn.Module):
+    """Attention by the memory-efficient kernel, whose sums of pieces are no pieces of the sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.qkv, self.out = nn.Embedding(11, DIM), nn.Linear(DIM, 3 * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.tokens(ids)
+        q, k, v = self.qkv(x).view(*ids.shape, 3, HEADS, WIDTH).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, True)[0]
+        return x + self.out(attended.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.usefixtures("cuda_kernels")
+@pytest.mark.parametrize("length", [8, 35])
+def test_the_kernel_that_pads_its_sums(length: int) -> None:
+    """Heads are shared out; by "gather" every rank repeats the call, and the plan says so."""
+    one = _one(Padding, 2, length)
+    methods: tuple[Any, ...] = ("auto", "heads", "gather")
+    for method in methods:
+        repeated = _same(one, "cp=2", ws.ContextParallel(method=method)).plan.repeated
+        assert [op for work in repeated for op, *_ in work.causes if "efficient" in op] or method != "gather"
+        assert not repeated or method == "gather"
 
 
 def _in_pieces(op: Any, args: list[Any], cut: list[int], of: Tensor | None = None) -> list[Tensor]:

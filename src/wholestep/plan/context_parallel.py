@@ -21,6 +21,7 @@ from ..graph.text import human, op_name
 from ..layout import AxisState
 from ..mesh import Mesh
 from ..rules.find_rule import find_rule
+from ..rules.registry import draws
 from ..rules.rule import Group
 from .attention_windows import mask_of, near_tokens, reach_of
 from .data_parallel import BatchDim, stored
@@ -114,9 +115,8 @@ class ContextParallel(OneAxis):
             rings = {name: {self.axis: (RING,)} for name in self._rings(graph, lengths)}
             return Pins(reads=reads, op_strategies=strategies | biases | rings)
         for node, group in _attention(graph):
-            query = next(i for i, term in group.operands.items() if _QUERIES in term)
-            dim = group.operands[query].index(_QUERIES)
-            if _size(node, group, query, _QUERIES) not in lengths:
+            query, dim = 0, len(group.operands[0]) - 2  # or the gradient of what queries give
+            if meta.one_tensor(operands(node)[query]).shape[dim] not in lengths:
                 continue
             near = near_tokens(node, parts)
             if not self._by_heads(node, group, query, parts, near):
@@ -173,6 +173,8 @@ class ContextParallel(OneAxis):
         """
         if self.method == "gather":
             return False
+        if self.method == "auto" and _QUERIES not in group.factors:  # all queries would be on every rank
+            return group.splits(_HEADS, (parts,))
         if _HEADS not in group.factors or not group.splits(_HEADS, (parts,)):
             if self.method == "auto":
                 return False
@@ -208,6 +210,8 @@ class ContextParallel(OneAxis):
                 continue
             near, size = near_tokens(node, parts), sum(map(meta.size_bytes, keys))
             sent = {"gather": 2 * size * (parts - 1) // parts, "ring": 3 * size * (parts - 1) // parts}
+            if _QUERIES not in group.factors:  # all ranks have all of them, and of the gradients of what they give
+                sent = {"gather": (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts}
             if _HEADS in group.factors and group.splits(_HEADS, (parts,)):
                 sent["heads"] = 2 * (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts**2
             sent |= {} if near is None else {"window": 2 * size * near // int(tokens)}
@@ -256,11 +260,12 @@ def _size(node: Node, group: Group, operand: int, factor: str) -> int:
 
 
 def _attention(graph: TrainGraph) -> Iterator[tuple[Node, Group]]:
-    """Calls of fused attention that the rules can shard by queries, and the group of their rule."""
+    """Calls of fused attention that the rules can shard by queries or heads, and the group of their rule."""
     for node in graph.graph.nodes:
         rule = find_rule(node) if _attends(node) else None
         for group in rule.groups if rule else ():
-            if _QUERIES in group.factors:
+            by_heads = _HEADS in group.factors and packet_name(node.target).startswith("_scaled_dot_product")
+            if _QUERIES in group.factors or (by_heads and not draws(node)):
                 yield node, group
 
 

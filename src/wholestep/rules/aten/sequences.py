@@ -27,8 +27,8 @@ _SEQUENCE_FIRST = [
     "_flash_attention_forward", "_efficient_attention_forward", "_cudnn_attention_forward",
     "_flash_attention_backward", "_efficient_attention_backward", "_cudnn_attention_backward",
 ]  # fmt: skip
-_BY_PIECE = {f"{name}{end}" for name in _KERNELS[:-1] for end in ("", "_backward")}
-_PADS_SUMS = "_scaled_dot_product_efficient_attention"
+_PADS_SUMS = "_scaled_dot_product_efficient_attention"  # so that sums of pieces are no pieces of the sums
+_BY_PIECE = {f"{name}{end}" for name in _KERNELS[:-1] if name != _PADS_SUMS for end in ("", "_backward")}
 _ROLES = {
     "query": "query", "key": "key", "value": "value", "out": "out", "grad_out": "out", "grad_out_": "out",
     "logsumexp": "sums", "attn_mask": "bias", "attn_bias": "bias", "bias": "bias", "dropout_mask": "scores",
@@ -86,7 +86,7 @@ def _terms(call: Call, name: str) -> dict[str, str]:
         "out": full("(g r)", q, v),
         "scores": scores,
         "bias": f"{{{scores}}}" if biased else "*",
-        "sums": _sums(shapes.get("logsumexp", call.made(1)), lead, "q!" if name.startswith(_PADS_SUMS) else q),
+        "sums": _sums(shapes.get("logsumexp", call.made(1)), lead, q),
     }
 
 
