@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import wholestep as ws
 
-STYLES = ["fully_shard", "replicate", "zero1", "zero2", "default"]
+STYLES = ["fully_shard", "replicate", "zero1", "zero2"]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import wholestep as ws
 
-STYLES = ["fully_shard", "replicate", "zero1", "zero2", "default"]
+STYLES = ["fully_shard", "replicate", "zero1", "zero2"]
 
 
 class Plain(DDPStrategy):

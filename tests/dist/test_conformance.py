@@ -158,7 +158,7 @@ SEEN_ONCE = {
     "close micro-clip/SGD-momentum-foreach/fully_shard": {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1},
     "close convolutions/SGD-momentum/fully_shard": {"all_gather": 8, "reduce_scatter": 8},  # no buffer
 }
-UNEVEN, EVEN = "three uneven/AdamW-plain/fully_shard", "three tiny/AdamW-plain/default"
+UNEVEN = "three uneven/AdamW-plain/fully_shard"
 
 
 def _named(jobs: list[Job], prefix: str) -> dict[str, Job]:
@@ -185,7 +185,7 @@ def _usual(jobs: dict[str, Job]) -> set[str]:
         for j in jobs.values()
     ]
     few = covering([{key: hash(value) for key, value in row.items()} for row in rows])
-    return {name for n, name in enumerate(jobs) if n in few or name in {*SEEN_ONCE, UNEVEN, EVEN}}
+    return {name for n, name in enumerate(jobs) if n in few or name in {*SEEN_ONCE, UNEVEN}}
 
 
 def _names(jobs: dict[str, Job]) -> list[Any]:
@@ -345,12 +345,6 @@ def test_bytes_at_rest(two: Results, three: Results, four: Results) -> None:
         assert abs(one.bytes_held / one.bytes_whole - 1 / 2) < 0.01 / 2
     rows = 3 * 4 * (11 * 50 + 11 + 3 * 33 + 3)  # 33 and 7 rows over 3 ranks: at most 11 and 3; with two moments each
     assert three[UNEVEN][0].bytes_held == rows + 4 * 4  # and four counts
-
-
-def test_default_shards_what_divides_evenly(three: Results) -> None:
-    found = three[EVEN]
-    assert found[0].layouts == {"0.weight": "5 6", "0.bias": "5", "2.weight": "3@dp 5", "2.bias": "3@dp"}
-    assert found[0].seen == {"all_reduce": 2, "all_gather": 2, "reduce_scatter": 2}
 
 
 def test_no_warm_up_and_one_capture(two: Results) -> None:

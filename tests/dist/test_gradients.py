@@ -129,7 +129,7 @@ def _all_counts(rank: int, world: int, jobs: list[tuple[str, Any]]) -> list[dict
 
 COUNTED = [style for style in STYLES if style != "zero2"]
 COUNTED_ON = (*SCHEDULES, ALONE)
-ONCE = list(zip(COUNTED, COUNTED_ON, strict=True))
+ONCE = list(zip((*COUNTED, COUNTED[-1]), COUNTED_ON, strict=True))
 OTHERS = [job for job in product(COUNTED, COUNTED_ON) if job not in ONCE]
 
 
