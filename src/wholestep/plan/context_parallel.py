@@ -118,7 +118,7 @@ class ContextParallel(OneAxis):
             query, dim = 0, len(group.operands[0]) - 2  # or the gradient of what queries give
             if meta.one_tensor(operands(node)[query]).shape[dim] not in lengths:
                 continue
-            near = near_tokens(node, parts)
+            near = near_tokens(node, parts) if _QUERIES in group.factors else None
             if not self._by_heads(node, group, query, parts, near):
                 strategies |= {node.name: {self.axis: (NEAR,)}} if near is not None else {}
                 continue
@@ -208,7 +208,10 @@ class ContextParallel(OneAxis):
             tokens = meta.one_tensor(query).shape[2]
             if (operation := arithmetic(node.target)) is None or operation.backward or tokens not in lengths:
                 continue
-            near, size = near_tokens(node, parts), sum(map(meta.size_bytes, keys))
+            near, size = (
+                near_tokens(node, parts) if _QUERIES in group.factors else None,
+                sum(map(meta.size_bytes, keys)),
+            )
             sent = {"gather": 2 * size * (parts - 1) // parts, "ring": 3 * size * (parts - 1) // parts}
             if _QUERIES not in group.factors:  # all ranks have all of them, and of the gradients of what they give
                 sent = {"gather": (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts}
