@@ -77,6 +77,7 @@ def with_blocks(costs: Mapping[str, BlockCost]) -> tuple[dict[str, StageBlock], 
         name: StageBlock(
             name, Graph(), (*cost.needs, *(f"kept by {other}" for other in cost.after)),
             (*(f"value of {m}" for m, _, _ in cost.sends), f"kept by {name}"), cost.level, cost.is_backward,
+            receives=tuple(messages[m] for m in cost.needs), sends=tuple(messages[m] for m, _, _ in cost.sends),
         )
         for name, cost in costs.items()
     }  # fmt: skip

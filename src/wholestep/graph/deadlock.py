@@ -16,9 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import GraphError
-from .stage_part import Action, Message, StageBlock
-
-_Key = tuple[str, int]
+from .stage_part import Action, Message, OfPiece, StageBlock
 
 
 def check_orders(
@@ -40,7 +38,7 @@ def check_orders(
             lone, end = (sends[len(posts)], channel[1]) if len(sends) > len(posts) else (posts[len(sends)], channel[0])
             verb = "receives" if end == channel[1] else "sends"
             raise GraphError(f"stage {end} never {verb} {_shown(lone)}", "both ends of each message")
-    _check_waits(orders, messages)
+    _check_waits(orders)
     _run(orders, messages, alone)
     for stage, actions in enumerate(orders):
         _check_runs(stage, actions, messages, {block.name: block for block in blocks[stage]}, pieces)
@@ -48,49 +46,38 @@ def check_orders(
 
 def _started(
     orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], kind: str
-) -> dict[tuple[int, int], list[_Key]]:
+) -> dict[tuple[int, int], list[OfPiece]]:
     """By channel, the messages that one end starts, in order."""
-    started: dict[tuple[int, int], list[_Key]] = {}
-    seen = set[_Key]()
+    started: dict[tuple[int, int], list[OfPiece]] = {}
+    seen = set[OfPiece]()
     for stage, actions in enumerate(orders):
         for action in actions:
             if action.kind != kind:
                 continue
             message = messages.get(action.name)
             at = None if message is None else message.source if kind == "send" else message.target
-            key = (action.name, action.piece)
-            if message is None or at != stage or key in seen:
+            if message is None or at != stage or action.key in seen:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each message once")
-            seen.add(key)
-            started.setdefault((message.source, message.target), []).append(key)
+            seen.add(action.key)
+            started.setdefault((message.source, message.target), []).append(action.key)
     return started
 
 
-def _check_waits(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> None:
-    """Each message is waited for once after it was started; all that is sent is completed."""
+def _check_waits(orders: Sequence[Sequence[Action]]) -> None:
+    """Each message is waited for once after it was started, where it is sent and where it is received."""
     for stage, actions in enumerate(orders):
-        open_, going = set[_Key](), set[_Key]()
-        for action in actions:
-            key = (action.name, action.piece)
-            if action.kind == "post":
-                open_.add(key)
-            elif action.kind == "wait":
-                if key not in open_:
-                    problem = f"stage {stage} waits for {_shown(key)}, which it does not receive"
-                    raise GraphError(problem, "post before wait")
-                open_.remove(key)
-            elif action.kind == "send":
-                going.add(key)
-            elif action.kind == "sent":
-                if key not in going:
-                    problem = f"stage {stage} waits until {_shown(key)} has left, which it does not send"
-                    raise GraphError(problem, "send before sent")
-                going.remove(key)
-        if open_:
-            raise GraphError(f"stage {stage} never waits for {_shown(min(open_))}", "a wait for each message")
-        if going:
-            problem = f"stage {stage} does not wait until {_shown(min(going))} has left"
-            raise GraphError(problem, "a wait for each message")
+        for start, end, verb in (("post", "wait", "receive"), ("send", "sent", "send")):
+            under_way = set[OfPiece]()
+            for action in actions:
+                if action.kind == start:
+                    under_way.add(action.key)
+                elif action.kind == end:
+                    if action.key not in under_way:
+                        problem = f"stage {stage} is at '{action}', which it does not {verb}"
+                        raise GraphError(problem, f"{start} before {end}")
+                    under_way.remove(action.key)
+            if under_way:
+                raise GraphError(f"stage {stage} never waits for {_shown(min(under_way))}", "a wait for each message")
 
 
 def _check_runs(
@@ -99,18 +86,17 @@ def _check_runs(
 ) -> None:  # fmt: skip
     """Each block runs once for each piece, and values are read and sent once they are there."""
     values = {*messages, *(name for block in blocks.values() for name in block.gives)}
-    have, pending = set[_Key](), {(name, piece) for name in blocks for piece in range(pieces)}
+    have, pending = set[OfPiece](), {(name, piece) for name in blocks for piece in range(pieces)}
     for action in actions:
-        key = (action.name, action.piece)
         if action.kind == "wait":
-            have.add(key)
+            have.add(action.key)
         elif action.kind == "send" and (messages[action.name].value, action.piece) not in have:
             problem = f"stage {stage} has to {action} before its value is there"
             raise GraphError(problem, "each value before its readers")
         elif action.kind == "run":
-            if key not in pending:
+            if action.key not in pending:
                 raise GraphError(f"stage {stage} has to {action}, which is not its own or done", "each run once")
-            pending.remove(key)
+            pending.remove(action.key)
             absent = [name for name in blocks[action.name].takes if name in values and (name, action.piece) not in have]
             if absent:
                 problem = f"stage {stage} has to {action} before {absent[0]} is there"
@@ -123,16 +109,15 @@ def _check_runs(
 def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], alone: bool) -> None:
     """Run all stages as far as they get."""
     at = [0] * len(orders)
-    heads: dict[tuple[int, int], tuple[list[_Key], list[_Key]]] = {}
-    ended, started = set[_Key](), [set[_Key]() for _ in orders]
+    heads: dict[tuple[int, int], tuple[list[OfPiece], list[OfPiece]]] = {}
+    ended, started = set[OfPiece](), [set[OfPiece]() for _ in orders]
     moved = True
     while moved:
         moved = False
         for stage, actions in enumerate(orders):
             while at[stage] < len(actions):
                 action = actions[at[stage]]
-                key = (action.name, action.piece)
-                if action.kind in ("wait", "sent") and key not in ended:
+                if action.kind in ("wait", "sent") and action.key not in ended:
                     break
                 if alone and action.kind == "run":
                     if not started[stage] <= ended:
@@ -143,8 +128,8 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
                     end = heads.setdefault((message.source, message.target), ([], []))[action.kind == "post"]
                     if alone and end:
                         break
-                    end.append(key)
-                    started[stage].add(key)
+                    end.append(action.key)
+                    started[stage].add(action.key)
                 at[stage] += 1
                 moved = True
         for begun, expected in heads.values():
@@ -158,5 +143,5 @@ def _run(orders: Sequence[Sequence[Action]], messages: Mapping[str, Message], al
         raise GraphError(f"stages wait for each other: {waits}", "orders that end")
 
 
-def _shown(key: _Key) -> str:
+def _shown(key: OfPiece) -> str:
     return f"{key[0]}[{key[1]}]"

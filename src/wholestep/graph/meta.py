@@ -27,6 +27,7 @@ _NO_ORIGIN: dict[str, object] = {}
 T = TypeVar("T")
 Rows = tuple[str, tuple[int | None, ...]]
 Outputs = tuple[tuple[str, int], ...]
+KnownRule = tuple[Any, ...]
 Along = tuple[str, tuple[Any, ...], tuple[Any, ...]]
 """A sort by name, and the dim of each output of a node that has rows in its order."""
 
@@ -78,11 +79,6 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)[::-1] if shape else ()
 
 
-def with_sizes(tensor_meta: TensorMeta, shape: tuple[int, ...]) -> TensorMeta:
-    """Return `tensor_meta` with the same sizes, as numbers that know more."""
-    return replace(tensor_meta, shape=shape)
-
-
 def contiguous(shape: Sequence[int], template: TensorMeta) -> TensorMeta:
     """Return a row-major TensorMeta of `shape` with the dtype and device of `template`."""
     return TensorMeta(tuple(shape), row_major(shape), template.dtype, template.device)
@@ -114,16 +110,6 @@ def set_value(node: Node, new: Any) -> None:
     node.meta["val"] = new
     node.meta.pop("starts", None)
     node.meta.pop("rule", None)
-
-
-def known_rule(node: Node) -> Any:
-    """Return the sharding rule cached by `set_known_rule`; a new value of `node` clears it, copies do not have it."""
-    return node.meta.get("rule")
-
-
-def set_known_rule(node: Node, rule: Any) -> None:
-    """Cache the sharding rule of `node`: a search plans one graph many times."""
-    node.meta["rule"] = rule
 
 
 def recompute_value(node: Node) -> None:
@@ -376,6 +362,12 @@ set_rows, rows = _entry("wholestep_rows", Rows)
 
 set_along, along = _entry("wholestep_along", Along)
 """The axis whose ranks have groups in a node (`plan.rows_in_any_order`), and the states of operands and outputs."""
+
+
+set_known_rule, known_rule = _entry("rule", KnownRule)
+"""The sharding rule that a node has, and its arguments then: a search plans one graph many times. A new value of the
+node clears it, copies do not have it.
+"""
 
 
 def runs_on_first(node: Node) -> bool:

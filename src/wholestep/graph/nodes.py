@@ -144,6 +144,9 @@ def copy_with(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     """Return a copy, and a dict from each node of `graph` to its copy."""
     new, twins = Graph(), dict[Node, Node]()
     copy_nodes(graph.nodes, new, twins)
+    for node, twin in twins.items():
+        if twin.name != node.name:  # fx gives none the name of a builtin, as `sum`
+            _torch.rename(twin, node.name)
     return new, twins
 
 

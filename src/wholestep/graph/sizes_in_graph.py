@@ -15,10 +15,10 @@ from torch.fx.node import map_aggregate
 from .. import _torch
 from ..sizes import SizeFloat, SizeGuards, SizeInt, evaluate, evaluator, in_units, unit_of
 from . import meta
-from .graph import Input, TrainGraph
+from .graph import TrainGraph
 from .loop import with_bodies
 from .meta import TensorMeta
-from .nodes import copy_with, node_at
+from .nodes import copy_graph, node_at
 from .op_kinds import COUNTS_ROWS
 from .region import ByPiece
 
@@ -84,9 +84,9 @@ def planned_at(train: TrainGraph, sizes: Mapping[str, int], record: SizeGuards |
     """Return a copy whose numbers have the values of these sizes; with a new record, still their expressions. Fake
     values stay those of the symbols.
     """
-    copied = _copied(train)
-    values = at_sizes(copied.graph, sizes, record)
-    return replace(copied, inputs=_inputs(copied, values))
+    graph = copy_graph(train.graph)
+    value = at_sizes(graph, sizes, record)
+    return replace(train, graph=graph, inputs=tuple(replace(i, meta=_filled_in(i.meta, value)) for i in train.inputs))
 
 
 def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None = None) -> Callable[[Any], Any]:
@@ -123,17 +123,6 @@ def at_sizes(graph: Graph, sizes: Mapping[str, int], record: SizeGuards | None =
         _replace(node, filled)
         meta.set_tensors(node, [tensor and _filled_in(tensor, filled) for tensor in meta.tensors(node)])
     return filled
-
-
-def _copied(train: TrainGraph) -> TrainGraph:
-    graph, twins = copy_with(train.graph)
-    for node, twin in twins.items():
-        _torch.rename(twin, node.name)  # fx does not give a copy the name of a builtin, as `sum`
-    return replace(train, graph=graph)
-
-
-def _inputs(train: TrainGraph, filled: Callable[[Any], Any]) -> tuple[Input, ...]:
-    return tuple(replace(program_input, meta=_filled_in(program_input.meta, filled)) for program_input in train.inputs)
 
 
 def _filled_in(tensor: TensorMeta, plain: Callable[[Any], Any]) -> TensorMeta:

@@ -75,6 +75,11 @@ class Action:
     name: str
     piece: int = 0
 
+    @property
+    def key(self) -> OfPiece:
+        """The block or message, and the piece."""
+        return self.name, self.piece
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name}[{self.piece}]"
 

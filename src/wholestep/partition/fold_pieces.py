@@ -85,17 +85,13 @@ class _Fold:
                 shape = layout.local_shape(spec.meta.shape, mesh, mesh.coordinate(0))
                 tensor = spec.meta if shape == spec.meta.shape else contiguous(shape, spec.meta)
                 meta.set_tensors(self.at[node], (tensor,))
-        by_stage: dict[int, list[Node]] = {}
-        for node in self.nodes:
-            if not self._in_loop(node) and not self._is_result(node):
-                by_stage.setdefault(self.stage[node], []).append(node)
         for stage in range(self.loops + 1):
-            for node in by_stage.get(stage, []):
-                if node in self.at:
-                    continue
-                self.at[node] = copy_node(node, self.new, self._read)
+            nodes = [node for node in self.nodes if self.stage[node] == stage]
+            for node in nodes:
+                if not (node in self.at or self._in_loop(node) or self._is_result(node)):
+                    self.at[node] = copy_node(node, self.new, self._read)
             if stage < self.loops:
-                _Body(self, stage).write([n for n in self.nodes if self._in_loop(n) and self.stage[n] == stage])
+                _Body(self, stage).write(list(filter(self._in_loop, nodes)))
         output = next(iter(reversed(self.local.graph.nodes)))
         self.new.output(map_arg(output.args[0], self.at.__getitem__))
         drop_dead(self.new)

@@ -34,19 +34,15 @@ class _Exchanged:
     sent_by: dict[Task, list[Task]] = field(default_factory=dict[Task, list[Task]])
 
     def __post_init__(self) -> None:
-        by_value: dict[tuple[int, str], list[Message]] = {}
-        for message in self.messages.values():
-            by_value.setdefault((message.source, message.value), []).append(message)
         for stage, tasks in enumerate(self.orders):
             for task in tasks:
-                sent = [message for value in self.blocks[task[0]].gives for message in by_value.get((stage, value), ())]
-                self.sent_by[task] = [(message.name, task[1]) for message in sent]
-                for message in sent:
+                self.sent_by[task] = [(message.name, task[1]) for message in self.blocks[task[0]].sends]
+                for message in self.blocks[task[0]].sends:
                     self.channels.setdefault((stage, message.target), []).append((message.name, task[1]))
 
     def read_by(self, task: Task) -> list[Task]:
         """The messages that a task reads."""
-        return [(name, task[1]) for name in self.blocks[task[0]].takes if name in self.messages]
+        return [(message.name, task[1]) for message in self.blocks[task[0]].receives]
 
 
 def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Message]) -> tuple[tuple[Action, ...], ...]:
@@ -58,18 +54,17 @@ def _replied(by_stage: Sequence[Sequence[Action]], messages: Mapping[str, Messag
     answers: dict[Task, list[Task]] = {}
     for actions in by_stage:
         for action in actions:
-            key = (action.name, action.piece)
             if action.kind == "wait":
-                waited.setdefault(messages[action.name].source, []).append(key)
+                waited.setdefault(messages[action.name].source, []).append(action.key)
             elif action.kind == "send":
-                answers[key] = waited.pop(messages[action.name].target, [])
+                answers[action.key] = waited.pop(messages[action.name].target, [])
         waited.clear()
     replied: list[tuple[Action, ...]] = []
     for actions in by_stage:
-        answered = ((a, answers.get((a.name, a.piece), ()) if a.kind == "wait" else ()) for a in actions)
+        answered = ((a, answers.get(a.key, ()) if a.kind == "wait" else ()) for a in actions)
         listed = [action for first, keys in answered for action in (first, *(Action("sent", *key) for key in keys))]
-        left = {(action.name, action.piece) for action in listed if action.kind == "sent"}
-        sent = [(action.name, action.piece) for action in listed if action.kind == "send"]
+        left = {action.key for action in listed if action.kind == "sent"}
+        sent = [action.key for action in listed if action.kind == "send"]
         replied.append((*listed, *(Action("sent", *key) for key in sent if key not in left)))
     return tuple(replied)
 

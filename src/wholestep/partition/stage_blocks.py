@@ -173,9 +173,6 @@ class StageCut:
     count: int
     fillers: bool
     stages: Sequence[int] | None = None
-    blocks: list[tuple[StageBlock, ...]] = field(default_factory=list[tuple[StageBlock, ...]])
-    operands: list[tuple[str, ...]] = field(default_factory=list[tuple[str, ...]])
-    totals: list[tuple[tuple[str, str], ...]] = field(default_factory=list[tuple[tuple[str, str], ...]])
     messages: dict[str, Message] = field(default_factory=dict[str, Message])
     only: set[str] = field(default_factory=set[str])
 
@@ -194,13 +191,11 @@ class StageCut:
                 tensor, shape = meta.one_tensor(node), tuple(cast(Sequence[int], node.args[3]))
                 what = shape, tensor.dtype, tensor.size_bytes
                 self.messages[node.name] = Message(node.name, value.name, source, target, *what)
-        for stage in range(self.count):
-            if self.stages is None or stage in self.stages:
-                self._stage(stage)
-            else:
-                self.blocks.append(())
-                self.operands.append(())
-                self.totals.append(())
+        self.blocks: list[tuple[StageBlock, ...]] = [()] * self.count
+        self.operands: list[tuple[str, ...]] = [()] * self.count
+        self.totals: list[tuple[tuple[str, str], ...]] = [()] * self.count
+        for stage in range(self.count) if self.stages is None else self.stages:
+            self._stage(stage)
 
     def _stage(self, stage: int) -> None:
         needed = self._needed(stage)
@@ -215,12 +210,12 @@ class StageCut:
         totals = [i for i in range(number) if self.ends[i] in set(needed)]
         names = [n.name for n in self.nodes if n.op == "placeholder"]
         first_total = len(names) - number
-        self.totals.append(tuple((names[first_total + i], self.ends[i].name) for i in totals))
+        self.totals[stage] = tuple((names[first_total + i], self.ends[i].name) for i in totals)
         writers: dict[Node, tuple[int, bool]] = {node: key for key, nodes in groups.items() for node in nodes}
         blocks = [self._block(stage, key, groups[key], writers) for key in sorted(groups)]
-        self.blocks.append(tuple(blocks))
+        self.blocks[stage] = tuple(blocks)
         reads = dict.fromkeys(name for block in blocks for name in block.takes)
-        self.operands.append(tuple(name for name in names[:first_total] if name in reads))
+        self.operands[stage] = tuple(name for name in names[:first_total] if name in reads)
 
     def _sent(self, stage: int) -> list[Node]:
         return [n for n in self.nodes if n.target is transfer and n.args[1] == stage]
@@ -301,20 +296,14 @@ class StageCut:
             or (node.target is not numbers_of and any(writers.get(user, key) != key for user in readers_of(node)))
         ]  # fmt: skip
         body.output(tuple(inside[node] for node in gives))
-        first = next(iter(body.nodes))
+        first = next(node for node in body.nodes if node.op != "placeholder")
         for placeholder in takes.values():
-            if placeholder is not first:
-                first.prepend(placeholder)
-                first = first if first.op != "placeholder" else placeholder
-        order = [node.name for node in body.nodes if node.op == "placeholder"]
-        backward = 2 * sum(map(meta.is_backward, nodes)) > len(nodes)
-        if (stage, *key) in self.was_backward:
-            backward = self.was_backward[stage, *key]
-        by_name = {n.name: name for name, n in takes.items()}
-        reads, ends = tuple(map(by_name.__getitem__, order)), tuple(n.name for n in gives)
-        receives = tuple(self.messages[name] for name in reads if name in self.messages)
+            first.prepend(placeholder)
+        backward = self.was_backward.get((stage, *key), 2 * sum(map(meta.is_backward, nodes)) > len(nodes))
+        receives = tuple(self.messages[name] for name in takes if name in self.messages)
         sends = tuple(self.messages[n.name] for end in gives for n in self._sent(stage) if node_at(n, 0) is end)
-        block = StageBlock("", body, reads, ends, key[0], backward, key[1], receives, sends)
+        ends = tuple(node.name for node in gives)
+        block = StageBlock("", body, tuple(takes), ends, key[0], backward, key[1], receives, sends)
         block = replace(block, name=f"stage {stage}, {block.label}")
         if block.is_filler:
             self.only.add(block.name)

@@ -79,8 +79,7 @@ class _Program:
         for _, node in self.local.results():
             todo += [node] if isinstance(node, Node) and self._is_here(node) else []
         for node in self.local.graph.nodes:
-            shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
-            if self._is_sent(node) or shares_all or self._ends_exchange(node) or draws_numbers(node):
+            if self._is_sent(node) or self._exchanges(node) or draws_numbers(node):
                 todo.append(node)
             if (loop := loop_of(node)) and loop.stages and loop.stages.parts[self.stage].blocks:
                 todo.append(node)
@@ -97,10 +96,10 @@ class _Program:
             return [operand for name, operand in zip(names, operands(node), strict=False) if name in reads]
         return node.all_input_nodes if node.target is not transfer or self._is_sent(node) else []
 
-    def _ends_exchange(self, node: Node) -> bool:
-        """True for the wait for a collective of all stages."""
+    def _exchanges(self, node: Node) -> bool:
+        """True for a collective of all stages, and for the wait for one."""
         collective = node_at(node, 0) if is_wait(node) else node
-        return collective is not node and is_collective(collective) and collective.args[-1] == self.local.stage_axis
+        return is_collective(collective) and collective.args[-1] == self.local.stage_axis
 
     def _write(self, node: Node) -> None:
         loop = loop_of(node)
@@ -114,8 +113,7 @@ class _Program:
                 mark_complete(total, node)
         else:
             self.at[node] = copy_node(node, self.graph, self._read)
-            shares_all = is_collective(node) and node.args[-1] == self.local.stage_axis
-            meta.set_kept(self.at[node], shares_all or self._ends_exchange(node) or draws_numbers(node))
+            meta.set_kept(self.at[node], self._exchanges(node) or draws_numbers(node))
 
     def _read(self, node: Node) -> Node:
         """A value of this stage; memory of its shape for one of another stage: only the shape is read."""

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from .. import _torch
 from ..graph import meta
 from ..graph.graph import TrainGraph
-from ..graph.nodes import add_node, copy_with, node_at, operands
+from ..graph.nodes import add_node, copy_graph, node_at, operands
 from ..graph.verify import check_train_graph
 from ..sizes import most
 
@@ -55,9 +55,7 @@ SIZED = (aten.rand.default, aten.randn.default, aten.randint.default, aten.randi
 
 def with_fills(train: TrainGraph, fills: Sequence[Fill | Draw], length: str, symbols: _torch.Symbols) -> TrainGraph:
     """A copy of a step with these changes. The input `length` has the number of real positions, which come first."""
-    graph, twins = copy_with(train.graph)
-    for node, twin in twins.items():
-        twin.name = node.name
+    graph = copy_graph(train.graph)
     named = {node.name: node for node in graph.nodes}
     places = {spec.name: node for spec, node in zip(train.inputs, graph.find_nodes(op="placeholder"), strict=True)}
     writer = _Writer(graph, places[length], symbols, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 from torch.fx import Node
 
@@ -15,7 +16,7 @@ from ..graph.ops import COMPLETE
 from ..layout import Layout
 from ..rules.call import Call
 from ..rules.cut_in_units import output_units
-from ..rules.find_rule import call_kind, find_rule, is_known
+from ..rules.find_rule import call_kind, find_rule, known_kind
 from ..rules.registry import CallKind
 from ..sizes import in_units, text_of, unit_of, whole
 
@@ -32,7 +33,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
         layout, tensor = rest[spec.name], meta.tensor(node)
         if spec.role is Role.BATCH and layout.is_sharded and tensor is not None:
             sizes = (whole(n) if not by else in_units(n, 1) for n, by in zip(tensor.shape, layout.dims, strict=True))
-            _note(node, meta.tensors(node), [meta.with_sizes(tensor, tuple(sizes))], changed)
+            _note(node, meta.tensors(node), [replace(tensor, shape=tuple(sizes))], changed)
             live.add(node)
         elif _has_units(node):
             _note(node, meta.tensors(node), _unmarked(node), changed)
@@ -43,7 +44,7 @@ def mark_units(graph: TrainGraph, rest: Mapping[str, Layout]) -> None:
         if any(operand in changed for operand in inputs):
             meta.set_known_rule(node, None)
         if node.target not in COMPLETE and any(operand in live for operand in inputs):
-            if not is_known(node):
+            if known_kind(node) is None:
                 _mark(node, changed, marked)
             live |= {node} if _has_units(node) else set()
         elif _has_units(node):
@@ -61,7 +62,7 @@ def _has_units(node: Node) -> bool:
 
 
 def _unmarked(node: Node) -> list[TensorMeta | None]:
-    return [tensor and meta.with_sizes(tensor, tuple(map(whole, tensor.shape))) for tensor in meta.tensors(node)]
+    return [tensor and replace(tensor, shape=tuple(map(whole, tensor.shape))) for tensor in meta.tensors(node)]
 
 
 def _note(
@@ -91,5 +92,5 @@ def _mark(node: Node, changed: set[Node], marked: dict[CallKind, list[TensorMeta
     if kind not in marked:
         tensors = marked[kind] = list(meta.tensors(node))
         for number, shape in (output_units(rule, Call.of(node)) if rule else {}).items():
-            tensors[number] = (tensor := tensors[number]) and meta.with_sizes(tensor, shape)
+            tensors[number] = (tensor := tensors[number]) and replace(tensor, shape=shape)
     _note(node, before, marked[kind], changed)

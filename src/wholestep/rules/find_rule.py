@@ -27,23 +27,18 @@ def find_rule(node: Node) -> BoundRule | None:
 
 def call_kind(node: Node) -> registry.CallKind:
     """One object for all calls with the arguments and outputs of `node`; its own if these cannot be hashed."""
-    if is_known(node):
-        return meta.known_rule(node)[1]
-    bound = registry.bound
-    now = bound, node.args, node.kwargs
-    cache, key = place_in(bound, node)
+    if (known := known_kind(node)) is not None:
+        return known
+    cache, key = place_in(registry.bound, node)
     try:
         kind = cache[key] if key in cache else cache.setdefault(key, registry.CallKind())
     except TypeError:  # an argument that cannot be hashed
         kind = registry.CallKind()
-    meta.set_known_rule(node, (now, kind))
+    meta.set_known_rule(node, (kind, registry.bound, node.args, node.kwargs))
     return kind
 
 
-def is_known(node: Node) -> bool:
-    """True if the kind of `node` was found before: it still has the same arguments, and the table the same rules."""
-    cached = meta.known_rule(node)
-    if cached is None:
-        return False
-    bound, args, kwargs = cached[0]
-    return bound is registry.bound and args is node.args and kwargs is node.kwargs
+def known_kind(node: Node) -> registry.CallKind | None:
+    """The kind of `node` that was found before, if it has the same arguments still, and the table the same rules."""
+    kind, bound, args, kwargs = meta.known_rule(node) or (None,) * 4
+    return kind if bound is registry.bound and args is node.args and kwargs is node.kwargs else None
