@@ -13,7 +13,7 @@ from torch.fx import Node
 from .. import _torch
 from ..errors import PlanError
 from ..graph import meta
-from ..graph.graph import Input, Role, TrainGraph
+from ..graph.graph import Role, TrainGraph
 from ..graph.meta import TensorMeta
 from ..graph.nodes import node_at, operands
 from ..graph.ops import GRAD_READY, OVER_RANKS
@@ -28,6 +28,7 @@ from .decision import Decision
 from .op_strategies import cut, part_of, ring, through, whole
 from .plan import Plan
 from .plan_form import check_form
+from .propagation_inputs import refuse_varying_updates
 from .rows_in_any_order import check_rows, states_along
 
 _UPDATED = (Role.PARAM, Role.STATE)
@@ -65,11 +66,8 @@ def refuse_other_parameters(plan: Plan, step_plan: Plan) -> None:
 
 
 def _params(plan: Plan) -> Mapping[str, str]:
-    return {i.name: _layout(plan, i) for i in plan.inputs if i.role is Role.PARAM}
-
-
-def _layout(plan: Plan, spec: Input) -> str:
-    return f"{short_dtype(spec.meta.dtype)}[{plan.storage[spec.name].show(spec.meta.shape)}]"
+    params = (spec for spec in plan.inputs if spec.role is Role.PARAM)
+    return {i.name: f"{short_dtype(i.meta.dtype)}[{plan.storage[i.name].show(i.meta.shape)}]" for i in params}
 
 
 @dataclass
@@ -107,6 +105,7 @@ class _Check:
         if len(reductions) > 1:
             raise PlanError("the plan sums some gradients and averages others", "one of them for all", _AGAIN)
         self._check_results(graph)
+        refuse_varying_updates(graph, self.layouts)
 
     def _check_fits(self, node: Node, decision: Decision) -> None:
         """One layout for each tensor that the node reads and makes, each fitting it."""
@@ -236,8 +235,7 @@ class _Check:
             raise self._refused(node, f"cannot be cut by {', '.join(map(str, split))} at once", "whole blocks")
 
     def _check_results(self, graph: TrainGraph) -> None:
-        """What the step updates is the same on all ranks, and has a place."""
-        roles = {spec.name: spec.role for spec in graph.inputs}
+        """What the step updates has a place."""
         for output, node in graph.results():
             if output.kind != "update" or not isinstance(node, Node):
                 continue
@@ -245,10 +243,6 @@ class _Check:
             if stored is None:
                 raise PlanError(f"the plan has no layout for {output.target!r}", "one for all state", _AGAIN)
             self._check_layout(node, meta.tensor(node), stored)
-            role = roles.get(output.target, Role.STATE)
-            if role in (*_UPDATED, Role.GRAD) and self.layouts[node][0].varies:
-                problem = f"{output.target!r} would be updated with a value that differs between ranks"
-                raise PlanError(problem, "the same value on all ranks", _AGAIN, meta.source_line(node))
 
     def _refused(self, node: Node, what: str, needed: str) -> PlanError:
         return PlanError(f"the plan's layouts are wrong: %{node.name} {what}", needed, _AGAIN, meta.source_line(node))

@@ -18,7 +18,6 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
-from ..errors import PlanError
 from ..graph import meta
 from ..graph.decompose import can_expand
 from ..graph.graph import Role
@@ -38,7 +37,15 @@ from .explain import moves, reason, settled, with_names
 from .for_pieces import is_drawn_into
 from .op_strategies import NEAR, PART, OpStrategy, named, part_of, through, whole
 from .op_strategies import cut as cut_by
-from .propagation_inputs import PropagationInputs, gradient_homes, moving, reads, rounding, shrinks
+from .propagation_inputs import (
+    PropagationInputs,
+    gradient_homes,
+    moving,
+    reads,
+    refuse_varying_updates,
+    rounding,
+    shrinks,
+)
 from .rows_in_any_order import states_along
 
 _PRODUCER = "producer"
@@ -55,7 +62,7 @@ def propagate(situation: PropagationInputs, scout: bool = False) -> dict[str, De
     for node in situation.graph.graph.nodes:
         if node.op == "call_function":
             run.decide(node)
-    run.check_updates()
+    refuse_varying_updates(situation.graph, run.layouts)
     return run.decisions
 
 
@@ -162,56 +169,38 @@ class _Propagation:
         cut: dict[tuple[int, str], tuple[int, ...]] = {}
         why, random, because = "no operand is cut", is_random(node), list[str]()
         pinned = self.situation.pins.op_strategies.get(node.name, {})
-        apart = meta.along(node)
+        apart, made = meta.along(node), [i for i, tensor in enumerate(tensors) if tensor]
         for axis in in_order(self.active, have, [n in self.batch_dependent for n in inputs]):
-            states = [layout.state(axis) for layout in have]
-            if apart and apart[0] == axis:
-                why = "experts"
-                because.append(f"{axis}: rows of the experts that a rank has")
-                read, results = states_along(apart, states)
-                want = [w.put(axis, s) for w, s in zip(want, read, strict=True)]
-                outputs = [o.put(axis, s) if m else o for o, s, m in zip(outputs, results, tensors, strict=True)]
-                continue
-            owner = self._owner(node, axis)
-            if owner is not None or any(state.kind == "O" for state in states):
-                takes, gives, text = self._at_owner(node, axis, states, owner)
-                why = "stage"
-                because.append(f"{axis}: {text}")
-                want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
-                outputs = [o.put(axis, gives) if m else o for o, m in zip(outputs, tensors, strict=True)]
-                continue
+            states, owner = [layout.state(axis) for layout in have], self._owner(node, axis)
             varies = VARIES in states or (random and axis in self.situation.per_rank)
-            whole = states.count(REPLICATED) == len(states)
-            if whole and not (varies or axis in pinned or self.at_home(node, axis, whole)):
-                continue
-            if varies:
-                why = "varies"
-                because.append(f"{axis}: each rank has its own value")
-                want = [w.put(axis, s if s == VARIES else REPLICATED) for w, s in zip(want, states, strict=True)]
-                outputs = [o.put(axis, VARIES) if m else o for o, m in zip(outputs, tensors, strict=True)]
-                continue
+            all_whole = states.count(REPLICATED) == len(states)
             stored = axis in self.situation.storage and node not in self.batch_dependent
-            if stored and node.target in VIEWS and axis not in pinned:
-                why = "a view of the whole"  # gathered as stored: rows first
-                because.append(f"{axis}: a view of the whole parameter, gathered as it is stored")
+            takes, gives = [REPLICATED] * len(inputs), dict[int, AxisState]()
+            if apart and apart[0] == axis:
+                why, text = "experts", "rows of the experts that a rank has"
+                takes, results = states_along(apart, states)
+                gives = {i: results[i] for i in made}
+            elif owner is not None or any(state.kind == "O" for state in states):
+                takes, result, text = self._at_owner(node, states, owner)
+                why, gives = "stage", dict.fromkeys(made, result)
+            elif all_whole and not (varies or axis in pinned or self.at_home(node, axis, all_whole)):
                 continue
-            if axis == TIME and (draws(node) or is_drawn_into(node)):
-                why = "drawn at once"
-                want = want if random else [w.put(axis, s) for w, s in zip(want, states, strict=True)]
-                because.append(f"{axis}: random numbers of all pieces, as on one device")
-                continue
-            if axis == TIME and self._moves_a_sum(node, have):
-                why = "sent once"
-                because.append(f"{axis}: what another stage sums over pieces is sent when it is complete")
-                continue
-            if node in self.rounding:
-                why = "rounds coarsely"
-                because.append(f"{axis}: whole operands, so that sums in this dtype round as on one device")
-                continue
-            rule = rule or find_rule(node)
-            why = ("rule" if rule.origin == "built in" else rule.origin) if rule else "no rule"
-            takes, gives, text = [REPLICATED] * len(inputs), dict[int, AxisState](), "whole: the op has no rule"
-            if rule is not None:
+            elif varies:
+                why, text = "varies", "each rank has its own value"
+                takes, gives = [s if s == VARIES else REPLICATED for s in states], dict.fromkeys(made, VARIES)
+            elif stored and node.target in VIEWS and axis not in pinned:  # gathered as stored: rows first
+                why, text = "a view of the whole", "a view of the whole parameter, gathered as it is stored"
+            elif axis == TIME and (draws(node) or is_drawn_into(node)):
+                why, text = "drawn at once", "random numbers of all pieces, as on one device"
+                takes = takes if random else states
+            elif axis == TIME and self._moves_a_sum(node, have):
+                why, text = "sent once", "what another stage sums over pieces is sent when it is complete"
+            elif node in self.rounding:
+                why, text = "rounds coarsely", "whole operands, so that sums in this dtype round as on one device"
+            elif (rule := rule or find_rule(node)) is None:
+                why, text = "no rule", "whole: the op has no rule"
+            else:
+                why = "rule" if rule.origin == "built in" else rule.origin
                 takes, gives, text = _CallOnAxis(self, node, axis, inputs, states, rule, cut).chosen()
             because.append(f"{axis}: {text}")
             want = [w.put(axis, s) for w, s in zip(want, takes, strict=True)]
@@ -238,7 +227,7 @@ class _Propagation:
         return next((f for term, factors in terms if (f := term[state.dim]) in factors), None) or ""
 
     def _at_owner(
-        self, node: Node, axis: str, states: Sequence[AxisState], owner: AxisState | None
+        self, node: Node, states: Sequence[AxisState], owner: AxisState | None
     ) -> tuple[list[AxisState], AxisState, str]:
         """States along an axis of owners: an owner sends for what others own. Numbers of several owners meet on all
         ranks as a sum to which each rank adds its own.
@@ -358,23 +347,6 @@ class _Propagation:
             return decision
         text = settled(meta.tensors(node)[0], before, layout, self.situation.mesh, self.situation.hardware)
         return replace(decision, reshards_to=layout, because=(*decision.because, f"pinned: {text}"))
-
-    def check_updates(self) -> None:
-        """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
-        inputs = {i.name: i for i in self.situation.graph.inputs}
-        for output, node in self.situation.graph.results():
-            spec = inputs.get(output.target)
-            role = spec.role if spec else Role.STATE
-            if output.kind != "update" or role not in (Role.PARAM, Role.STATE, Role.GRAD):
-                continue
-            layout = self.layouts[node][0]
-            if layout.varies:
-                raise PlanError(
-                    f"{output.target!r} would be updated with a value that differs between ranks",
-                    "updates that depend only on gradients of autograd, parameters, their state and numbers",
-                    "average the value over ranks, or let autograd compute the gradient (loss.backward())",
-                    meta.source_line(node),
-                )
 
 
 # -- choosing along one axis ---------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from torch.fx import Node
 
 from .. import _torch
+from ..errors import PlanError
 from ..graph import meta
 from ..graph.graph import Input, Role, TrainGraph
 from ..graph.nodes import node_at, operands, reached
@@ -110,6 +111,20 @@ def per_rank_buffers(graph: TrainGraph) -> frozenset[str]:
             break
         differing = updated
     return differing
+
+
+def refuse_varying_updates(graph: TrainGraph, layouts: Mapping[Node, Sequence[Layout]]) -> None:
+    """Raise PlanError if a parameter, its state or gradient is updated with a value that differs between ranks."""
+    roles = {spec.name: spec.role for spec in graph.inputs}
+    for output, node in graph.results():
+        is_shared = roles.get(output.target, Role.STATE) in (Role.PARAM, Role.STATE, Role.GRAD)
+        if output.kind == "update" and is_shared and layouts[node][0].varies:
+            raise PlanError(
+                f"{output.target!r} would be updated with a value that differs between ranks",
+                "updates that depend only on gradients of autograd, parameters, their state and numbers",
+                "average the value over ranks, or let autograd compute the gradient (loss.backward())",
+                meta.source_line(node),
+            )
 
 
 def varying(spec: Input, axes: Sequence[str], mesh: Mesh) -> Layout:
