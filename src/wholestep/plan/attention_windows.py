@@ -16,6 +16,7 @@ from ..graph.nodes import operands
 from ..graph.op_kinds import arithmetic, packet_name
 from ..rules.call import Call
 from ..sizes import text_of
+from .padded_values import constant_made
 
 _Range = tuple[float, float]
 _ALL, _NONE = (-inf, inf), (inf, -inf)
@@ -84,10 +85,7 @@ def _value(value: Any) -> _Places | _Seen | None:
     tensor, name = meta.tensor(value), packet_name(value.target)
     if tensor is None or value.op != "call_function":
         return _Seen()
-    filled = {"ones": 1, "new_ones": 1, "ones_like": 1, "zeros": 0, "new_zeros": 0, "zeros_like": 0}.get(name)
-    argument = "s" if name == "scalar_tensor" else "fill_value" if name in ("full", "new_full", "full_like") else ""
-    number = Call.of(value).argument(argument) if argument else filled
-    if isinstance(number, (bool, int, float)):
+    if (number := constant_made(value)) is not None:
         return _constant(number, tensor.dtype)
     proved = _of_call(value, name, tensor.dtype) or _Seen()
     return _where_repeated(proved, {-place for place, size in enumerate(reversed(tensor.shape), 1) if size == 1})

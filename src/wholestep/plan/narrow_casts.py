@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from torch.fx import Node
 
 from ..graph import meta
-from ..graph.nodes import operands
+from ..graph.nodes import operands, reached
 from ..graph.op_kinds import is_pointwise, packet_name
 from ..layout import AxisState
 
@@ -26,7 +26,7 @@ def reads_after_casts(requests: Mapping[Node, Mapping[Node, AxisState]], axis: s
     for value, readers in requests.items():
         states = set(readers.values())
         ways = list(_ways_to_casts(value, value)) if len(states) == 1 else []
-        on_the_way = {node for way in ways for node in way} | set(_scales(value, ways))
+        on_the_way = _with_scales(value, ways)
         ends = [way[-1] for way in ways]
         sent = [end for end in ends if not meta.is_backward(end)]
         fewer = sum(meta.one_tensor(end).dtype.itemsize for end in ends) <= meta.one_tensor(value).dtype.itemsize
@@ -60,15 +60,12 @@ def _keeps_elements(user: Node, node: Node) -> bool:
     return packet_name(user.target) in ("_to_copy", "clone") or (packet_name(user.target) == "mul" and small)
 
 
-def _scales(source: Node, ways: list[tuple[Node, ...]]) -> Iterator[Node]:
-    """What the factors in `ways` are computed of, back to `source`."""
+def _with_scales(source: Node, ways: list[tuple[Node, ...]]) -> set[Node]:
+    """The nodes of `ways`, and what the factors in these are computed of, back to `source`."""
     on_the_way, size = {node for way in ways for node in way}, meta.one_tensor(source).numel
-    todo, seen = list(on_the_way), {source, *on_the_way}
-    while todo:
-        for operand in operands(todo.pop()):
-            tensor = meta.tensor(operand)
-            if operand in seen or tensor is None or (tensor.numel >= size and not is_pointwise(operand.target)):
-                continue
-            seen.add(operand)
-            todo.append(operand)
-            yield operand
+
+    def is_factor(node: Node) -> bool:
+        tensor = meta.tensor(node)
+        return node is not source and tensor is not None and (tensor.numel < size or is_pointwise(node.target))
+
+    return on_the_way | reached((operand for node in on_the_way for operand in operands(node)), where=is_factor)

@@ -7,7 +7,7 @@ update, and sends the new parameter to all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -89,6 +89,19 @@ def with_updates_by_owner(graph: TrainGraph, owners: Mapping[str, int]) -> Train
     _Updates(new, owners, splits=True).run()
     drop_dead(new.graph)
     return new
+
+
+def split_by(
+    node: Node, owner: Callable[[tuple[Node, ...]], int | None]
+) -> tuple[dict[int | None, Node], dict[Node, tuple[Node, int]]]:
+    """`split_lists` by the owners of the entries at each position: the ops by owner. None where it is one for all."""
+    groups: dict[int | None, list[int]] = {}
+    for position, entries in enumerate(zip(*lists_of(node), strict=True)):
+        groups.setdefault(owner(entries), []).append(position)
+    if len(groups) < 2:
+        return {}, {}
+    ops, picked = split_lists(node, list(groups.values()))
+    return dict(zip(groups, ops, strict=True)), picked
 
 
 def _of_params(graph: TrainGraph) -> dict[Node, frozenset[str]]:
@@ -186,18 +199,14 @@ class _Updates:
 
     def _is_split(self, node: Node) -> bool:
         """Split a list op whose entries have several owners, if that is asked for."""
-        groups: dict[int | None, list[int]] = {}
-        for position, entry in enumerate(zip(*(lists_of(node) if self.splits else []), strict=True)):
-            at = next((self.at[n] for n in entry if n in self.at and _is_tensor(n)), None)
-            groups.setdefault(at, []).append(position)
-        if len(groups) < 2:
+        if not self.splits:
             return False
-        calls, picked = split_lists(node, list(groups.values()))
-        for new in calls:
+        calls, picked = split_by(node, lambda e: next((self.at[n] for n in e if n in self.at and _is_tensor(n)), None))
+        for new in calls.values():
             self._place(new)
         for pick in picked:
             self._visit(pick)
-        return True
+        return bool(calls)
 
     def _end_early(self) -> None:
         """Where owners send less than the new parameter, all ranks compute the rest: the update in 16 bits, say, is

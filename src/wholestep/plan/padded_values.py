@@ -147,11 +147,6 @@ def no_number(value: float | None) -> bool:
     return value is not None and not math.isfinite(value)
 
 
-def like(tree: Any, value: Value) -> Made:
-    """`value` for each tensor in the result of an op."""
-    return [like(entry, value) for entry in cast(Sequence[Any], tree)] if isinstance(tree, (list, tuple)) else value
-
-
 def put_back(tree: Any, flat: Iterator[Value]) -> Made:
     """Values in the order of the flat outputs, as the op returns them."""
     if isinstance(tree, (list, tuple)):

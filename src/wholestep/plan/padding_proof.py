@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any, NoReturn, cast
 
 import torch
@@ -50,7 +51,6 @@ from .padded_values import (
     constant_made,
     filled,
     keeps,
-    like,
     no_number,
     pointwise,
     put_back,
@@ -222,13 +222,13 @@ class _Proof:
             self.refuse("draws random numbers, other ones for another length", needed)
         self.fills.append(Draw(node.name, tuple(long), max(self.padded.lengths)))
         drawn = filled({dim: Places.alone(self.numbers(size)) for dim, size in long.items()}, None)
-        return like(meta.value(node), drawn)
+        return put_back(meta.value(node), repeat(drawn))
 
     def _untouched(self, shapes: Sequence[Any]) -> Made:
         """What has nothing to do with the padded length; the constant, if it is one."""
         outputs = meta.value(self.node)
         if not isinstance(outputs, torch.Tensor):
-            return like(outputs, SAME)
+            return put_back(outputs, repeat(SAME))
         constant = constant_made(self.node)
         if constant is None and not self.node.all_input_nodes:
             return SAME

@@ -45,6 +45,7 @@ from ..rules.find_rule import find_rule
 from ..rules.registry import is_random
 from ..rules.rule import COUNT_OPERANDS, BoundRule
 from .decision import Decision
+from .padded_values import constant_made
 
 aten = torch.ops.aten
 _CONSTANTS = frozenset({"new_zeros", "zeros_like", "zeros", "ones_like", "full_like", "new_full", "full"})
@@ -176,10 +177,6 @@ def _read_pieces(node: Node, decisions: Mapping[str, Decision]) -> Iterator[tupl
 def _piece(layout: Layout, dim: int) -> tuple[Any, ...]:
     """The axes that shard a dim, and their blocks."""
     return layout.dims[dim], tuple(b for b in layout.blocks if b[0] in layout.dims[dim])
-
-
-def _is_zero(node: Node) -> bool:
-    return packet_name(node.target) in ("new_zeros", "zeros_like", "zeros")
 
 
 def _sorts_rows(node: Node) -> bool:
@@ -477,7 +474,7 @@ class SortedRows:
         if place in self.index and self.index[place] == 1 and values.target is aten.arange.default and not adds:
             return shape == values.args == (self.count,) and self._inverts(node, place)
         self.calls[node] = sum_of_rows, (place, values, self.index.get(place, 1))
-        zeros = _is_zero(into) and not self._known(into)
+        zeros = constant_made(into) == 0 and not self._known(into)
         zeros = zeros and written == (self.count, *shape[1:]) and shape[0] * self.index.get(place, 1) == self.count
         if place in self.inverse:
             self.dims[node] = (0,)
@@ -539,7 +536,9 @@ class SortedRows:
                     dims[number] = term.index(factor)
                 elif number not in group.opaque:
                     added = [p.operands for p in group.partial if "sum" in p.ops and not p.operands.isdisjoint(placed)]
-                    known = summed != () and added and all(i in placed or _is_zero(inputs[i]) for i in added[0])
+                    known = (
+                        summed != () and added and all(i in placed or constant_made(inputs[i]) == 0 for i in added[0])
+                    )
                     known = known and group.reduces.get(factor) == "sum"
                     summed = tuple(inputs[i] for i in added[0] if i in placed) if known else ()
             if factor in rule.local and any(factor in term for term in group.outputs.values()):

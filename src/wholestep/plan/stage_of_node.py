@@ -20,9 +20,9 @@ from ..graph.graph import Role, TrainGraph
 from ..graph.nodes import copy_graph, drop_dead, node_at, operands
 from ..graph.op_kinds import VIEWS, is_list_op
 from ..graph.ops import COMPLETE, GRAD_READY
-from ..graph.split_lists import lists_of, split_lists
 from ..rules.find_rule import find_rule
 from ..rules.registry import draws
+from .owned_updates import split_by
 from .propagation_inputs import moving
 
 
@@ -121,21 +121,14 @@ class _Stages:
 
     def _is_split(self, node: Node) -> bool:
         """Split a list op whose entries have several owners, if that is asked for."""
-        lists = lists_of(node) if self.splits else []
-        groups: dict[int | None, list[int]] = {}
-        for position, entry in enumerate(zip(*lists, strict=True)):
-            at = {self.stage[operand] for operand in entry if operand in self.stage}
-            groups.setdefault(max(at, default=None), []).append(position)
-        if len(groups) < 2:
+        if not self.splits:
             return False
-        calls, picked = split_lists(node, list(groups.values()))
-        for new, at in zip(calls, groups, strict=True):
-            if at is not None:
-                self.stage[new] = at
-        for pick, (new, _) in picked.items():
-            if new in self.stage:
-                self.stage[pick] = self.stage[new]
-        return True
+        calls, picked = split_by(
+            node, lambda entry: max((self.stage[n] for n in entry if n in self.stage), default=None)
+        )
+        self.stage |= {new: at for at, new in calls.items() if at is not None}
+        self.stage |= {pick: self.stage[new] for pick, (new, _) in picked.items() if new in self.stage}
+        return bool(calls)
 
     def _read(self, node: Node) -> list[Node]:
         """The operands whose values `node` reads, not only their shape."""

@@ -75,15 +75,15 @@ class Strategies:
     @property
     def pieces(self) -> int:
         """Number of pieces in which a rank goes through its batch. Raises PlanError while it is to be chosen."""
-        micro_batches = self.micro_batches
-        if micro_batches is not None and micro_batches.pieces == "auto":
+        pieces = self.micro_batches.pieces if self.micro_batches else 1
+        if pieces == "auto":
             raise PlanError(
                 'MicroBatches("auto") without a budget of memory',
                 "a bound: the number of pieces is the one that fits",
                 'give memory_bytes= to compile, plan by Auto(memory_bytes=..., micro_batches=MicroBatches("auto")),'
                 " or give a number",
             )
-        return micro_batches.pieces if micro_batches is not None and micro_batches.pieces != "auto" else 1
+        return pieces
 
     @property
     def has_open_pieces(self) -> bool:
