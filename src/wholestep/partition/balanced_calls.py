@@ -93,7 +93,7 @@ class BalancedCalls:
             node = self._call(rank_ops.rows_in_parts, (node, 0, parts, by_token), shape, node)
         order = [*range(1, dim + 1), 0, *range(dim + 1, len(shape))]
         node = self._call(aten.permute.default, (node, order), [shape[d] for d in order], node)
-        meta.set_strided(node)
+        meta.set_strided(node, True)
         return node
 
     def _call(self, target: Any, args: tuple[Any, ...], shape: Sequence[int], node: Node) -> Node:

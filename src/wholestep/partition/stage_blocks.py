@@ -82,7 +82,8 @@ def parts_in(
     orders: Orders, joined: StageCut, apart: StageCut, mesh: Mesh, axis: str, hardware: Hardware, device: str
 ) -> tuple[StagePart, ...]:
     """The parts of the stages along `axis` in known orders, which are proven to end."""
-    cut = apart if any(name in apart.only for tasks in orders for name, _ in tasks) else joined
+    fillers = {block.name for blocks in apart.blocks for block in blocks if block.is_filler}
+    cut = apart if any(name in fillers for tasks in orders for name, _ in tasks) else joined
     alone, priced = is_alone(device), cut.costs(axis, BlockPrices(hardware, mesh))
     parts = cut.parts(axis, device, orders, alone)
     check_orders([part.actions for part in parts], cut.messages, cut.blocks, cut.loop.pieces, alone)
@@ -164,8 +165,8 @@ def levels_of(body: Graph) -> dict[Node, int]:
 
 @dataclass
 class StageCut:
-    """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own. `only`: the
-    names of these. `stages`: those to cut; None for all. `was_backward`: whether a block is of the backward, by stage
+    """The blocks of each stage. `fillers`: gradients that no other stage waits for are blocks of their own.
+    `stages`: those to cut; None for all. `was_backward`: whether a block is of the backward, by stage
     and key, where the loop has been cut before, and has an order of these blocks.
     """
 
@@ -174,7 +175,6 @@ class StageCut:
     fillers: bool
     stages: Sequence[int] | None = None
     messages: dict[str, Message] = field(default_factory=dict[str, Message])
-    only: set[str] = field(default_factory=set[str])
 
     def __post_init__(self) -> None:
         self.nodes = list(self.loop.body.nodes)
@@ -304,10 +304,7 @@ class StageCut:
         sends = tuple(self.messages[n.name] for end in gives for n in self._sent(stage) if node_at(n, 0) is end)
         ends = tuple(node.name for node in gives)
         block = StageBlock("", body, tuple(takes), ends, key[0], backward, key[1], receives, sends)
-        block = replace(block, name=f"stage {stage}, {block.label}")
-        if block.is_filler:
-            self.only.add(block.name)
-        return block
+        return replace(block, name=f"stage {stage}, {block.label}")
 
     def costs(self, axis: str, prices: BlockPrices, as_run: bool = False) -> dict[str, BlockCost]:
         """What each block takes; `as_run`: with the body that passes have made for it."""

@@ -129,7 +129,7 @@ class _Program:
             args = self._read(value), target, self.tags[node], axis
             new = add_call(self.graph, send, args, tensor, node, node.name)
             meta.set_tensors(new, ())
-            meta.set_kept(new)
+            meta.set_kept(new, True)
         elif target == self.stage:
             args = (shape, tensor.dtype, tensor.device, source, self.tags[node], axis)
             self.at[node] = add_call(self.graph, receive, args, tensor, node, node.name)
