@@ -103,15 +103,13 @@ class Reader:
         part = self._part(self._nodes) if self._nodes else None
         return None if part is None else ReadValues(part[0], (*part[1],), tuple(self.reads))
 
-    def _given(self, floats: bool = False) -> dict[str, torch.Tensor]:
-        tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
-        return {n: t for n, t in tensors.items() if floats or not (t.is_floating_point() or t.is_complex())}
-
     def _part(
         self, targets: Sequence[Node], floats: bool = False
     ) -> tuple[GraphModule, dict[str, torch.Tensor]] | None:
         """Extract the program that computes `targets` from those that it needs; None if it needs other inputs."""
-        given, new, copied = self._given(floats), Graph(), dict[Node, Node]()
+        tensors = {n: t for n, t in self.batch.items() if isinstance(t, torch.Tensor) and not t.is_meta}
+        given = {n: t for n, t in tensors.items() if floats or not (t.is_floating_point() or t.is_complex())}
+        new, copied = Graph(), dict[Node, Node]()
         spoiled: set[int] = set()  # storages with unknown contents
         inputs = {name: new.placeholder(f"given_{i}") for i, name in enumerate(given)}
         pairs = zip(targets[0].graph.find_nodes(op="placeholder"), self.inputs, strict=False)

@@ -18,7 +18,7 @@ from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
 from ..graph.counted_rows import counts_rows
-from ..graph.nodes import add_node, copy_graph, is_mutating, node_at, written
+from ..graph.nodes import add_node, arguments_of, copy_graph, is_mutating, node_at, written
 from ..graph.sizes_in_graph import without_size_nodes
 from .strides import count_from_tensors, insert_call, is_view
 
@@ -187,8 +187,7 @@ class _Walk:
                 raise CaptureError(problem, needed, "register one that returns new tensors", meta.source_line(node))
         schema = _torch.schema_of(op)
         writes = [a for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        names = [a.name for a in schema.arguments]
-        operands: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        operands = arguments_of(node)
         fresh = sum(r.alias_info is None for r in schema.returns)
         outputs = fresh + len(writes)
         if form is None or len(_torch.schema_of(form).returns) != outputs or _torch.changes_shape(op):

@@ -7,10 +7,10 @@ of a contiguous tensor that contains all elements read, with an offset relative 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,8 +19,8 @@ from torch.fx import Graph, Node
 from .. import _torch
 from ..errors import CaptureError
 from ..graph import meta
-from ..graph.meta import overlaps
-from ..graph.nodes import add_node, node_at
+from ..graph.meta import overlaps, span
+from ..graph.nodes import add_node, arguments_of, node_at
 
 aten = torch.ops.aten
 _SCATTER = aten.as_strided_scatter.default
@@ -54,15 +54,13 @@ class _Call:
 
 def _call(node: Node) -> _Call | None:
     """Return a node's view relative to the nearest tensor that contains it; None if no tensor was recorded."""
-    source, names = node_at(node, 0), [a.name for a in _torch.schema_of(node.target).arguments]
-    values = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    source, values = node_at(node, 0), arguments_of(node)
     have = meta.value(source)
     if not isinstance(have, Tensor):
         return None
-    size, stride = list(cast(Sequence[int], values["size"])), list(cast(Sequence[int], values["stride"]))
-    offset = cast("int | None", values.get("storage_offset"))
+    size, stride, offset = list(values["size"]), list(values["stride"]), values.get("storage_offset")
     position = have.storage_offset() if offset is None else offset
-    extent = _extent(size, stride)
+    extent = span(size, stride)
     around: Node | None = source
     while around is not None:
         tensor = meta.value(around)
@@ -94,15 +92,10 @@ def is_view(node: Node) -> bool:
     return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
 
 
-def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Return the number of elements from the first to the last, in memory."""
-    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-
-
 def _is_dense(tensor: Tensor) -> bool:
     """Return whether the elements fill a range of memory without gaps and overlaps."""
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
-    return _extent(shape, stride) == tensor.numel() and not overlaps(shape, stride)
+    return span(shape, stride) == tensor.numel() and not overlaps(shape, stride)
 
 
 def insert_call(before: Node, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
@@ -120,7 +113,7 @@ def _rewritten(node: Node, call: _Call) -> Node:
     contiguous = call.source
     if not call.tensor.is_contiguous():
         contiguous = add(aten.permute.default, contiguous, order)
-    rows, end = contiguous, call.start + _extent(call.size, call.stride)
+    rows, end = contiguous, call.start + span(call.size, call.stride)
     if call.start:
         rows = add(aten.view.default, contiguous, [call.tensor.numel()])
     part = add(aten.slice.Tensor, rows, 0, call.start, end) if call.start else rows

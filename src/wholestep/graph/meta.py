@@ -192,9 +192,14 @@ def with_stride(source: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
         return source
     if not overlaps(source.shape, stride):
         return torch.empty_strided(source.shape, stride, dtype=source.dtype, device=source.device).copy_(source)
-    extent = 1 + sum((n - 1) * step for n, step in zip(source.shape, stride, strict=True))
-    places = torch.arange(extent, device=source.device).as_strided(source.shape, stride)
-    return source.new_empty(extent).index_put_((places,), source).as_strided(source.shape, stride)
+    length = span(source.shape, stride)
+    places = torch.arange(length, device=source.device).as_strided(source.shape, stride)
+    return source.new_empty(length).index_put_((places,), source).as_strided(source.shape, stride)
+
+
+def span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Return the number of elements from the first to the last, in memory."""
+    return 0 if 0 in shape else 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
 def overlaps(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -298,73 +303,60 @@ def picked(item: Node) -> slice:
     return slice(starts[index], starts[index + 1])
 
 
-def _flag(key: str) -> tuple[Callable[..., None], Callable[[Node], bool]]:
-    """Return functions that set (by default to True) and get a boolean of a node, False if not set."""
+def _entry(key: str, unset: T) -> tuple[Callable[[Node, T], None], Callable[[Node], T]]:
+    """Return functions that set and get a value of a node, which is `unset` before."""
 
-    def put(node: Node, value: bool = True) -> None:
+    def put(node: Node, value: T) -> None:
         node.meta[key] = value
 
-    def get(node: Node) -> bool:
-        return bool(node.meta.get(key))
+    def get(node: Node) -> T:
+        return node.meta.get(key, unset)
 
     return put, get
 
 
-set_batch_invariant, is_batch_invariant = _flag("wholestep_batch_invariant")
+set_batch_invariant, is_batch_invariant = _entry("wholestep_batch_invariant", False)
 """Whether a node of a local graph depends on parameters, state and complete gradients only."""
 
-set_strided, is_strided = _flag("wholestep_strided")
+set_strided, is_strided = _entry("wholestep_strided", False)
 """Whether the output of a node on a rank may have other strides than recorded."""
 
-set_recomputed, is_recomputed = _flag("wholestep_again")
+set_recomputed, is_recomputed = _entry("wholestep_again", False)
 """Whether a node recomputes the value of another node."""
 
-set_received_of_batch, is_received_of_batch = _flag("wholestep_received_of_batch")
+set_received_of_batch, is_received_of_batch = _entry("wholestep_received_of_batch", False)
 """Whether a node receives what depends on the batch from another stage."""
 
-set_late, is_late = _flag("wholestep_late")
+set_late, is_late = _entry("wholestep_late", False)
 """Whether a node completes the last call, or is an input that nothing else writes into (`passes/cross_step.py`)."""
-set_kept, is_kept = _flag("wholestep_kept")
+set_kept, is_kept = _entry("wholestep_kept", False)
 """Whether a node of a local graph stays where nothing reads it: it sends, or advances a random stream."""
 
-
-def _entry(key: str, kind: type[T]) -> tuple[Callable[[Node, T | None], None], Callable[[Node], T | None]]:
-    """Return functions that set and get a value of a node, None if not set."""
-
-    def put(node: Node, value: T | None) -> None:
-        node.meta[key] = value
-
-    def get(node: Node) -> T | None:
-        return node.meta.get(key)
-
-    return put, get
-
-
-set_stage, stage = _entry("wholestep_stage", int)
+set_stage, stage = _entry("wholestep_stage", cast("int | None", None))
 """Which coordinate of the axis of stages runs the node of a local graph; None for all."""
 
-set_owner, owner = _entry("wholestep_owner", int)
+set_owner, owner = _entry("wholestep_owner", cast("int | None", None))
 """Which coordinate of the axis of owners runs the node of a local graph; None for all."""
 
-set_piece, piece = _entry("wholestep_piece", int)
+set_piece, piece = _entry("wholestep_piece", cast("int | None", None))
 """For which piece of the batch a node outside of loops runs what the body of a loop says; None for most."""
 
-set_block, block = _entry("wholestep_block", StageBlock)
+set_block, block = _entry("wholestep_block", cast("StageBlock | None", None))
 """The block of a stage whose run a node is a part of, or calls, as it was priced; None for most."""
 
-set_computes, computes = _entry("wholestep_computes", Outputs)
+set_computes, computes = _entry("wholestep_computes", cast("Outputs | None", None))
 """For each output of a node of a local graph: the node of the planned graph that has it, in the layout that the plan
 says, and which of its outputs it is.
 """
 
-set_rows, rows = _entry("wholestep_rows", Rows)
+set_rows, rows = _entry("wholestep_rows", cast("Rows | None", None))
 """The sort in whose order outputs of a node have rows (`plan.rows_in_any_order`), and the dim of each that has them."""
 
-set_along, along = _entry("wholestep_along", Along)
+set_along, along = _entry("wholestep_along", cast("Along | None", None))
 """The axis whose ranks have groups in a node (`plan.rows_in_any_order`), and the states of operands and outputs."""
 
 
-set_known_rule, known_rule = _entry("rule", KnownRule)
+set_known_rule, known_rule = _entry("rule", cast("KnownRule | None", None))
 """The sharding rule that a node has, and its arguments then: a search plans one graph many times. A new value of the
 node clears it, copies do not have it.
 """

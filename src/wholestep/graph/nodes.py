@@ -26,10 +26,15 @@ def is_mutating(node: Node) -> bool:
     return _torch.is_op(target) and target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]  # asked often
 
 
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return the arguments that a call of an op is given, by name."""
+    names = (argument.name for argument in _torch.schema_of(node.target).arguments)
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
 def written(node: Node) -> list[Node]:
     """Return what an op writes into."""
-    arguments = _torch.schema_of(node.target).arguments
-    bound: dict[str, Any] = {**{a.name: value for a, value in zip(arguments, node.args, strict=False)}, **node.kwargs}
+    bound, arguments = arguments_of(node), _torch.schema_of(node.target).arguments
     values = [bound.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     lists = [cast("list[Any]", value) if isinstance(value, list) else [value] for value in values]
     return [value for items in lists for value in items if isinstance(value, Node)]

@@ -159,7 +159,7 @@ class RegionCalls:
         call = add_node(self.graph, "call_function", target, args, {}, f"{name} {piece}")
         meta.copy(node, call)
         meta.set_tensors(call, tensors)
-        meta.set_kept(call)
+        meta.set_kept(call, True)
         meta.set_part_of(call, node.name)
         meta.set_piece(call, piece)
         meta.set_received_of_batch(call, target is start_receive)

@@ -125,7 +125,7 @@ class _Work:
         ended = [n for at, n in inputs.items() if self.inputs[at].name in newest]
         for node in (*late.values(), *ended):
             if node.op == "call_function" or node in ended or node in carried.values():
-                meta.set_late(node)
+                meta.set_late(node, True)
         copies = steady.run(self.calls, self.body, {n: newest.get(self.inputs[n].name, at) for n, at in inputs.items()})
         programs.append(steady.end([*[(out, copies.get(n, n)) for out, n in body_ends], *new]))
 

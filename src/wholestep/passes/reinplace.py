@@ -15,7 +15,7 @@ from .. import _torch
 from ..graph import meta
 from ..graph.graph import LocalGraph, Output, Role
 from ..graph.loop import bodies_of
-from ..graph.nodes import add_call, is_collective, is_mutating, is_wait, node_at, operands, redirect
+from ..graph.nodes import add_call, arguments_of, is_collective, is_mutating, is_wait, node_at, operands, redirect
 from ..graph.op_kinds import packet_name
 from ..graph.region import region_of, shared_with
 from ..graph.storage import UNMARKED_VIEWS, returns_new
@@ -246,8 +246,7 @@ class _Work:
         """Foreach and fused ops: in place for all their lists, or not at all."""
         arguments = _torch.schema_of(inplace).arguments
         written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
-        names = [a.name for a in arguments]
-        bound = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        bound = arguments_of(node)
         lists = [list(cast(Sequence[Node], bound[name])) for name in written]
         nested = len(_torch.schema_of(node.target).returns) > 1
         takers = _takers(node, nested)

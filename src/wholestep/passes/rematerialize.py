@@ -112,7 +112,7 @@ class _Work:
         with reader.graph.inserting_before(reader):
             new = reader.graph.create_node("call_function", node.target, args, kwargs, name=f"{node.name}_again")
         meta.copy(node, new)
-        meta.set_recomputed(new)
+        meta.set_recomputed(new, True)
         if self._origin(node) in self.saved.batch_dependent:
             meta.set_backward(new)
         self.copies[node, segment] = new

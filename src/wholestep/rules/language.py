@@ -174,22 +174,15 @@ def cases(text: str, linear: str = "", reduces: Options = (), moves: str = "") -
 def _sets(option: str, value: str, case: RuleText, text: str) -> Iterator[frozenset[int]]:
     """Sets of inputs, as in `0 | 1+2`."""
     for part in filter(None, (p.strip() for p in value.split("|"))):
-        try:
-            inputs = frozenset(_numbers(part))
-        except ValueError as error:
+        numbers = [number.strip() for number in part.split("+")]
+        if not all(map(_NUMBER.fullmatch, numbers)):
             needed = "input numbers, as in '0 | 1' or '0+1'"
-            raise RuleError(f"rule {shown(text)}: {option}={shown(value)}", needed, "correct it") from error
+            raise RuleError(f"rule {shown(text)}: {option}={shown(value)}", needed, "correct it")
+        inputs = frozenset(map(int, numbers))
         if max(inputs) >= len(case.inputs) and not (case.inputs and case.inputs[-1].repeats):
             needed = f"inputs 0 to {len(case.inputs) - 1}"
             raise RuleError(f"rule {shown(text)}: {option} in input {max(inputs)}", needed, f"correct {option}=")
         yield inputs
-
-
-def _numbers(text: str) -> Iterator[int]:
-    for part in text.split("+"):
-        if not _NUMBER.fullmatch(part.strip()):
-            raise ValueError(part)
-        yield int(part)
 
 
 class _Reader:
@@ -292,12 +285,10 @@ class _Reader:
             yield replace(dim, unsharded=self._skip("!"), loose=self._skip("?"))
 
     def _merged(self, start: int) -> Iterator[str]:
-        count = 0
         while self._next != ")":
             if not self._next.isidentifier():
                 self._refuse("a merged dim is '(a b)'", start)
             yield self._take()
-            count += 1
         self._take(")")
 
     @property

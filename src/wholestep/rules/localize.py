@@ -44,12 +44,12 @@ class Local(NamedTuple):
 
 
 def localize(
-    rule: BoundRule | None, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh,
+    rule: BoundRule, call: Call, takes: Sequence[Layout], gives: Sequence[Layout], mesh: Mesh,
     args: tuple[Any, ...], kwargs: Mapping[str, Any],
 ) -> Local:  # fmt: skip
     """`call` for one rank, with operands in the layouts `takes` and outputs in `gives`; `args` are the local ones."""
-    plain = rule is None or not (rule.local or rule.sizes or rule.instead)
-    if rule is None or plain or not any(layout.is_sharded for layout in (*takes, *gives)):
+    replaced = rule.local or rule.sizes or rule.instead
+    if not replaced or not any(layout.is_sharded for layout in (*takes, *gives)):
         return Local(call.target, args, kwargs)
     pieces = {f: piece for group in rule.groups for f, piece in _pieces(group, call, takes, gives, mesh).items()}
     values: dict[str, Any] = {}

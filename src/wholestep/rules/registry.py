@@ -217,6 +217,4 @@ def _is_random(op: Any) -> bool:
 
 def draws(node: Node) -> bool:
     """True for an op that draws random numbers: fused attention does with dropout alone."""
-    place = _torch.position_of(node.target, "dropout_p") if is_random(node) and _torch.is_op(node.target) else None
-    probability = node.args[place] if place is not None and place < len(node.args) else 0.0
-    return is_random(node) and (place is None or node.kwargs.get("dropout_p", probability) not in (0, 0.0))
+    return is_random(node) and Call.of(node).argument("dropout_p", default=1) != 0

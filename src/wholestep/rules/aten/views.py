@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...graph.meta import span
 from ...graph.storage import shares
 from ..call import Call
 from ..dsl import WHOLE, aten, dims_of, rand, row, sample, term, text
@@ -199,8 +200,7 @@ def _written_piece(start: int, length: int, have: Tensor, new: Tensor, *rest: An
 def _stays_inside(call: Call) -> bool:
     """True if the view starts at the first element and stays inside the tensor, which has no gaps."""
     have, size, stride = call.operands[0], call.argument("size"), call.argument("stride")
-    reach = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    filled = 1 + sum((n - 1) * step for n, step in zip(have.shape, have.stride, strict=True)) == have.numel
+    reach, filled = span(size, stride), span(have.shape, have.stride) == have.numel
     return call.argument("storage_offset") is None and reach <= have.numel and (filled or not reach)
 
 

@@ -22,8 +22,7 @@ from ..registry import bind_rule, targets_of
 from ..rule import BoundRule, Group, PassThrough
 from .harness import FORMS, assemble, differs, laid, parts_of, piece, tensors_in, with_tensors
 
-_ONE_AXIS = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"))
-_TWO_AXES = Mesh("a=2,b=2")
+_MESHES = (Mesh("a=2"), Mesh("a=3"), Mesh("a=4"), Mesh("a=2,b=2"))
 _MEMORY = "operands"
 _AS_VIEWS = ", pieces that are views"
 
@@ -253,14 +252,13 @@ class ShardedFactor:
     gives: tuple[Layout, ...]
 
 
-def ways(case: OpCase, bound: BoundRule, two_axes: bool = True) -> Iterator[ShardedFactor]:
+def ways(case: OpCase, bound: BoundRule) -> Iterator[ShardedFactor]:
     """All claims of a rule about factors."""
     for number, group in enumerate(bound.groups):
         inner = dict.fromkeys(f for factors in group.merged.values() for f in factors)
         blocks = (*inner, *(f"{f} in 2" for f in group.factors if f in group.sizes)) if not case.random else ()
-        meshes = (*_ONE_AXIS, _TWO_AXES) if two_axes else _ONE_AXIS
         for factor in dict.fromkeys((*claimed_factors(bound, group), *blocks)):
-            for mesh in _ONE_AXIS[:1] if group.is_inner(factor) else meshes:
+            for mesh in _MESHES[:1] if group.is_inner(factor) else _MESHES:
                 if group.splits(factor, [axis.size for axis in mesh.axes]):
                     yield ShardedFactor(number, factor, mesh, *layouts(case, group, factor, mesh))
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...graph.meta import overlaps
+from ...graph.meta import overlaps, span
 from ...layout import Layout, cut
 from ...mesh import Mesh
 from ..call import opened
@@ -52,8 +52,8 @@ def laid(tensor: Tensor, form: int) -> Tensor:
 
 def _at_an_offset(tensor: Tensor) -> Tensor:
     """A copy with the strides of `tensor`, in the middle of more memory."""
-    extent = 1 + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
-    memory = _junk((_BEFORE + max(extent, 0) + _AFTER,), tensor)
+    extent = span(tensor.shape, tensor.stride())
+    memory = _junk((_BEFORE + extent + _AFTER,), tensor)
     view = memory.as_strided(tensor.shape, tensor.stride(), _BEFORE)
     if not overlaps(tensor.shape, tensor.stride()):
         return view.copy_(tensor)
