@@ -39,10 +39,6 @@ class _Scalar:
     entry: dict[str, Any]
     group: dict[str, Any]
 
-    @property
-    def as_it_was(self) -> Tensor:
-        return self.tensor.to(self.dtype)
-
 
 @dataclass
 class Counts:
@@ -70,7 +66,8 @@ class Counts:
     def end(self, entries: Iterable[dict[str, Any]]) -> None:
         """Leave the scalars of these in their original dtype."""
         for entry in entries:
-            entry.update({k: self.scalars[id(v)].as_it_was for k, v in entry.items() if id(v) in self.scalars})
+            widened = {k: scalar for k, v in entry.items() if (scalar := self.scalars.get(id(v)))}
+            entry.update({k: scalar.tensor.to(scalar.dtype) for k, scalar in widened.items()})
 
     def _is_count(self, optimizer: Optimizer, key: str, value: Any) -> bool:
         fused = any(group.get("fused") for group in optimizer.param_groups)

@@ -86,10 +86,6 @@ class StepState:
         """Whether optimizer `number` is the first that has a group: those around another one share its groups."""
         return all(group is not earlier for o in list(self.optimizers.values())[:number] for earlier in o.param_groups)
 
-    def param_name(self, tensor: object) -> str:
-        """Return the name of a parameter, by identity."""
-        return next(name for name, entry in self.params.items() if entry.tensor is tensor)
-
 
 def collect(
     modules: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer], scalers: Mapping[str, GradScaler]

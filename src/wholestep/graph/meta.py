@@ -355,7 +355,6 @@ set_rows, rows = _entry("wholestep_rows", cast("Rows | None", None))
 set_along, along = _entry("wholestep_along", cast("Along | None", None))
 """The axis whose ranks have groups in a node (`plan.rows_in_any_order`), and the states of operands and outputs."""
 
-
 set_known_rule, known_rule = _entry("rule", cast("KnownRule | None", None))
 """The sharding rule that a node has, and its arguments then: a search plans one graph many times. A new value of the
 node clears it, copies do not have it.

@@ -95,11 +95,6 @@ def start_spread(call: Call, pieces: Sequence[Node], owners: Sequence[int], part
     return call(funcol.all_to_all_single.default, args, contiguous([sum(sizes)], tensor), row)
 
 
-def start_in_spread(sizes: Sequence[int], at: int, start: int) -> int:
-    """The start, in a row of all owners, of what starts there in the part of owner `at`."""
-    return sum(sizes[:at]) + start
-
-
 def _everywhere(node: Node) -> Node:
     meta.set_owner(node, None)
     meta.set_strided(node, False)

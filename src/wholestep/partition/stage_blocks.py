@@ -224,11 +224,8 @@ class StageCut:
         """The nodes that a stage runs: its own, and those of all stages that it reads."""
         todo = [end for end in self.ends if meta.stage(end) in (None, stage)]
         todo += [node_at(sent, 0) for sent in self._sent(stage)]
-        needed = reached(todo, where=lambda node: self._runs(node, stage))
+        needed = reached(todo, where=lambda n: n.target is not transfer and meta.stage(n) in (None, stage))
         return [node for node in self.nodes if node in needed]
-
-    def _runs(self, node: Node, stage: int) -> bool:
-        return node.op == "call_function" and node.target is not transfer and meta.stage(node) in (None, stage)
 
     def _late(self, stage: int, needed: Sequence[Node]) -> dict[Node, int]:
         """Levels of the nodes of a stage. A node runs as late as it can where no more memory is held for it: a view of

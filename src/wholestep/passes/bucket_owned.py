@@ -20,7 +20,6 @@ from ..partition.owned_rows import (
     join_by_owner,
     own_row,
     places,
-    start_in_spread,
     start_spread,
     start_sums,
 )
@@ -157,7 +156,7 @@ def _merge(graph: Graph, group: Sequence[_Exchange]) -> None:
     for exchange in group:
         for part in exchange.parts:
             owner, start = next(at)
-            start = start if exchange.is_sum else start_in_spread(sizes, owner, start)
+            start = start if exchange.is_sum else sum(sizes[:owner]) + start  # behind the parts of owners before
             part.args = (row, start, part.args[2])
         for old in dict.fromkeys((exchange.end, exchange.wait, exchange.sent, exchange.row)):
             graph.erase_node(old)

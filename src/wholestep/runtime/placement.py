@@ -165,7 +165,7 @@ def _prime(state: StepState, plan: Plan, world: World, shared: bool, primed: Pri
     for o, (label, optimizer) in enumerate(state.optimizers.items()):
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
-                name = state.param_name(param)
+                name = next(name for name, entry in state.params.items() if entry.tensor is param)
                 if (o, name) in state_inputs and not optimizer.state.get(param):
                     primed.add(optimizer, param, number, world.device)
                 elif shared:
