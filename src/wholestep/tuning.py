@@ -51,6 +51,7 @@ class Tuning:
     nearly_fits: float = tuned(0.99, "x budget", "that extrapolated peaks aim at: a guess")
     search_seconds: float = tuned(0.02, "s", "at most, for each node and candidate of the first rank's search: a guess")
     pieces_growth: float = tuned(1.4, "x", "from one number of micro-batches that is tried to the next: a guess", 66)
+    tiles_tried: tuple[int, ...] = tuned((4, 16, 64), "tiles", "of rows, that a search tries: a guess", 20)
     # -- orders of stages
     order_memory_share: float = tuned(
         0.1, "x pieces in flight", "above `1f1b`: what gradients of weights wait with is 8 % in a GPT", 104

@@ -218,14 +218,9 @@ def chooser(shown: Screen, request: PlanRequest) -> ws.Auto:
     refits = request.options.recomputes("auto") == "auto"
     pipeline = None if request.pipeline is None else request.options.pipeline()
     return ws.Auto(
-        request.options.memory,
-        request.hardware,
-        used,
-        data,
-        pipeline=pipeline,
-        recompute=refits,
+        request.options.memory, request.hardware, used, data, pipeline=pipeline, recompute=refits,
         context=request.context,
-    )
+    )  # fmt: skip
 
 
 def planned(shown: Screen, request: PlanRequest) -> Report:

@@ -17,10 +17,10 @@ from ..graph.nodes import add_call, is_collective
 from ..graph.storage import Storage
 from ..graph.text import human
 from ..partition.host_copies import arrived, fetched, kept, kept_on_host
-from ..units import parse_bytes
 from .base import InPlace
 from .recompute_layers import layers_of
 from .saved_tensors import SavedTensors
+from .tile_rows import long_bytes
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class OffloadSaved(InPlace):
 
     Args:
         ahead: layers, which are modules whose name is a number, as `layers.3`.
-        over_bytes: smaller tensors stay on the device.
+        over_bytes: smaller tensors stay on the device. None, for a search: those below 16 MiB or, if less, a 64th of
+            the largest; and nothing is said where no copy is needed.
 
     Example:
         >>> offload = ws.OffloadSaved(ahead=2)
@@ -42,14 +43,14 @@ class OffloadSaved(InPlace):
     """
 
     ahead: int = 1
-    over_bytes: int | str = "16MiB"
+    over_bytes: int | str | None = "16MiB"
 
     must_precede: ClassVar[tuple[str, ...]] = ("SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
         if self.ahead < 1:
             raise PlanError(f"OffloadSaved(ahead={self.ahead})", "at least one layer", "correct the number")
-        parse_bytes(self.over_bytes, "over_bytes")
+        long_bytes(self.over_bytes, "16MiB", ())
 
     def change(self, local: LocalGraph) -> LocalGraph:
         """Insert copies into `local`; with a warning none, where nothing so large is saved."""
@@ -57,10 +58,11 @@ class OffloadSaved(InPlace):
         if local.stage is not None or in_pieces:
             problem = f"OffloadSaved({self.ahead}) in a step with stages or micro-batches"
             raise PlanError(problem, "one of them", "leave out OffloadSaved: micro-batches save less at a time")
-        saved, least = SavedTensors(local), parse_bytes(self.over_bytes)
+        saved = SavedTensors(local)
         layers, calls = layers_of(local), list(saved.position)
-        values = [value for storage in saved.storages if storage.size_bytes >= least
-                  if (value := _value(saved, storage)) is not None]  # fmt: skip
+        values = [value for storage in saved.storages if (value := _value(saved, storage)) is not None]
+        least = long_bytes(self.over_bytes, "16MiB", (value.storage.size_bytes for value in values))
+        values = [value for value in values if value.storage.size_bytes >= least]
         moved = 0
         for segment in sorted({saved.segment[value.base] for value in values}):
             saved_there = [value for value in values if saved.segment[value.base] == segment]
@@ -71,7 +73,7 @@ class OffloadSaved(InPlace):
                 moved += len(group)
                 for value in group:
                     value.move(calls[max(created, value.last_read)], calls[read])
-        if not moved:
+        if not moved and self.over_bytes is not None:
             few = f"no more than {self.ahead} of the layers saves {human(least)}"
             warnings.warn(f"OffloadSaved({self.ahead}) copies nothing: {few}", stacklevel=2)
         return local

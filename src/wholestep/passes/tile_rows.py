@@ -9,7 +9,7 @@ planned and partitioned as a step of its own, of which the tiles are the micro-b
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
@@ -52,7 +52,8 @@ class TileRows:
 
     Args:
         tiles: their number; sizes are those of `torch.chunk`.
-        over_bytes: smaller products stay as they are.
+        over_bytes: smaller products stay as they are. None, for a search: those below 256 MiB or, if less, a 64th of
+            the largest; and what cannot be tiled stays whole without a word.
 
     Example:
         >>> tiled = ws.TileRows(16)
@@ -63,14 +64,14 @@ class TileRows:
     """
 
     tiles: int
-    over_bytes: int | str = "256MiB"
+    over_bytes: int | str | None = "256MiB"
 
     must_precede: ClassVar[tuple[str, ...]] = ("OffloadSaved", "SizeBuckets", "Reinplace")
 
     def __post_init__(self) -> None:
         if self.tiles < 1:
             raise PlanError(f"TileRows({self.tiles})", "at least one tile", "correct the number")
-        parse_bytes(self.over_bytes, "over_bytes")
+        long_bytes(self.over_bytes, "256MiB", ())
 
     def __call__(self, local: LocalGraph) -> LocalGraph:
         """`local` with a loop in place of each region; itself, with a warning, where no product is so large. Products
@@ -80,8 +81,9 @@ class TileRows:
             problem = f"TileRows({self.tiles}) in a step with stages, micro-batches, or an end in the next call"
             raise PlanError(problem, "one of them", "leave out TileRows: micro-batches are tiles of the whole step")
         tiled, reasons, tried, largest = _counted(local), list[str](), set[str](), 0
-        uneven = _uneven(tiled)
-        while seed := next((node for node in self._seeds(tiled) if node.name not in tried), None):
+        uneven, seeds = _uneven(tiled), self._seeds(tiled)
+        least = long_bytes(self.over_bytes, "256MiB", map(meta.size_bytes, seeds))
+        while seed := next((n for n in self._seeds(tiled, least) if n.name not in tried), None):
             tried.add(seed.name)
             size_bytes = meta.size_bytes(seed)
             try:
@@ -93,14 +95,14 @@ class TileRows:
                     reasons.append(f"%{seed.name} {shape} ({line}): {error.found}")
         why = "; ".join(reasons[:3])
         drop_dead(tiled.graph)
-        if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1:
-            if reasons and self.tiles > 1:
+        if any(map(loop_of, tiled.graph.nodes)) or self.tiles == 1 or self.over_bytes is None:
+            if reasons and self.tiles > 1 and self.over_bytes is not None:
                 warnings.warn(f"TileRows({self.tiles}) leaves {len(reasons)} long products whole: {why}", stacklevel=2)
             return tiled
         if reasons:
             needed = "a long product whose rows are independent of each other, up to sums over all of them"
             raise PlanError(f"TileRows({self.tiles}) tiles nothing: {why}", needed, "leave out TileRows")
-        text = f"TileRows({self.tiles}) tiles nothing: no product has {human(parse_bytes(self.over_bytes))}"
+        text = f"TileRows({self.tiles}) tiles nothing: no product has {human(least)}"
         warnings.warn(text, stacklevel=2)
         return local
 
@@ -116,12 +118,18 @@ class TileRows:
                 errors.append(error)
         raise errors[-1]
 
-    def _seeds(self, local: LocalGraph) -> list[Node]:
+    def _seeds(self, local: LocalGraph, least: int = 0) -> list[Node]:
         """Products that are larger than the rows that they multiply, the largest first."""
         products = [n for n in local.graph.nodes if n.target in PRODUCTS]
         seeds = [n for n in products if _grows(n, _cut(n, {n: sharded_along(0)}, self.tiles)[0])]
-        least = parse_bytes(self.over_bytes)
         return sorted((n for n in seeds if meta.size_bytes(n) >= least), key=meta.size_bytes, reverse=True)
+
+
+def long_bytes(over_bytes: int | str | None, usual: str, sizes: Iterable[int]) -> int:
+    """The option `over_bytes` in bytes; for None the `usual` ones, or a 64th of the largest of `sizes`."""
+    if over_bytes is not None:
+        return parse_bytes(over_bytes, "over_bytes")
+    return min(parse_bytes(usual), max(sizes, default=0) // 64)
 
 
 class _NoTilesError(PlanError):

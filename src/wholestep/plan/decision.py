@@ -58,13 +58,30 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """How a plan that `Auto` chose saves memory: long products in `tiles` of rows; what layers save on the host, from
+    where it comes back `ahead` layers before its use (0: on the device).
+    """
+
+    tiles: int = 1
+    ahead: int = 0
+
+    def __str__(self) -> str:
+        parts = [f", {self.tiles} tiles of rows"] * (self.tiles > 1) + [", saved values on the host"] * bool(self.ahead)
+        return "".join(parts)
+
+
+NO_SAVING = Saving()
+
+
+@dataclass(frozen=True)
 class Objective:
     """The estimates by which `Auto` chose a plan.
 
     `batch_s`: simulated seconds for each captured batch. `bound_s`: a lower bound for all schedules of all plans that
-    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `rematerialized`: names of
-    the values that are, for that. Where an integer program chose the layouts, `model_s` is the shortest step by its
-    cost model, and `model_bound_s` its proven lower bound.
+    were considered. `peak_bytes`: peak memory of a rank, within `budget_bytes`. `rematerialized`: names of the values
+    that are, for that, as is `saving`. Where an integer program chose the layouts, `model_s` is the shortest step by
+    its cost model, and `model_bound_s` its proven lower bound.
     """
 
     batch_s: float
@@ -72,6 +89,7 @@ class Objective:
     peak_bytes: int
     budget_bytes: int | None = None
     rematerialized: tuple[str, ...] = ()
+    saving: Saving = NO_SAVING
     model_s: float = 0.0
     model_bound_s: float = 0.0
 
@@ -82,4 +100,4 @@ class Objective:
 
     def __str__(self) -> str:
         batch, bound = seconds(self.batch_s), seconds(self.bound_s)
-        return f"{batch} for a batch by simulation, at least {bound}, gap {self.gap:.1%}"
+        return f"{batch} for a batch by simulation, at least {bound}, gap {self.gap:.1%}{self.saving}"

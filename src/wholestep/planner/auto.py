@@ -13,6 +13,8 @@ from ..hardware.hardware import Hardware
 from ..layout import Layout
 from ..mesh import Mesh
 from ..passes.base import Pass
+from ..passes.offload_saved import OffloadSaved
+from ..passes.tile_rows import TileRows
 from ..plan.context_parallel import ContextParallel
 from ..plan.data_parallel import DataParallel
 from ..plan.micro_batches import MicroBatches
@@ -67,6 +69,8 @@ class Auto:
             templates do best. A program takes seconds, and meshes far behind with templates do not catch up.
         context: ranks may share sequences along its axis: on a mesh with that axis, or `"auto=N"`. There, no integer
             program is solved.
+        saves: where a candidate exceeds the budget, long products may be computed in tiles of rows (`TileRows`), and
+            what layers save may wait on the host (`OffloadSaved`) of hardware with GPUs.
 
     Example:
         >>> wholestep.plan(graph, "dp=16", wholestep.Auto("80GiB", wholestep.Hardware.preset("dgx-h100")))
@@ -86,6 +90,7 @@ class Auto:
     solve: bool = True
     solved_meshes: int = 3
     context: ContextParallel | None = None
+    saves: bool = True
 
     def __post_init__(self) -> None:
         if self.solved_meshes < 0:
@@ -153,6 +158,7 @@ class Auto:
         evaluator = Evaluator(
             graph, hardware, self.budget_bytes, passes, self.recompute, placed, watch, folded, software,
             self.micro_batches if self.may_cut else None,
+            saves=self.saves and not any(isinstance(each, TileRows | OffloadSaved) for each in passes),
         )  # fmt: skip
         stages = self._stages(graph, mesh, hardware)
         if stages is not None and not is_open(mesh):

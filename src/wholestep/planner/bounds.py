@@ -92,18 +92,11 @@ def costs_from(program: LocalGraph, planned: Plan, took: SimulationResult, peak:
     """The same from its simulation."""
     totals, step_s = program.collectives().values(), took.step_us / 1e6
     return Costs(
-        planned.stored_bytes("param") + planned.stored_bytes("state"),
-        peak.size_bytes,
-        sum(total.bytes for total in totals),
-        sum(total.count for total in totals),
-        step_s,
-        took.exposed_us / 1e6,
-        took.mfu * step_s,
-        (took.hfu - took.mfu) * step_s,
-        took.host_us / 1e6,
-        peak.by_kind(),
+        planned.stored_bytes("param") + planned.stored_bytes("state"), peak.size_bytes,
+        sum(total.bytes for total in totals), sum(total.count for total in totals), step_s, took.exposed_us / 1e6,
+        took.mfu * step_s, (took.hfu - took.mfu) * step_s, took.host_us / 1e6, peak.by_kind(),
         precision=planned.precision,
-    )
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

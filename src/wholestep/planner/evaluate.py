@@ -20,6 +20,7 @@ from ..mesh import Mesh
 from ..passes.base import Pass, run_passes
 from ..passes.bucket_sizes import smaller_buckets
 from ..passes.fit_memory import FitMemory
+from ..plan.decision import NO_SAVING, Saving
 from ..plan.make_plan import stored_bytes
 from ..plan.micro_batches import MicroBatches
 from ..plan.plan import Plan
@@ -30,6 +31,7 @@ from .candidates import Template, batches
 from .fit_stages import fit_stages, least_bytes
 from .folded_memory import FoldedFit
 from .folded_step import FEWEST, FoldedStep
+from .recompute_kinds import saving_passes
 from .resolve import planned_program
 from .search_result import Candidate, Status, Watch, first_line, unwatched
 from .staged_plan import costs_of_staged, fullest_reserves, staged
@@ -43,7 +45,8 @@ class Evaluator:
     """Evaluates candidates for one step, whose programs go through `passes`. `recompute`: tensors may be rematerialized
     to fit the budget of a rank. `folded` is the step with fewer equal layers; None to plan all layers always.
     `micro_batches`: batches of candidates that do not fit may be cut into pieces. `may_regather`: to fit, gathered
-    parameters that a candidate keeps may be gathered again.
+    parameters that a candidate keeps may be gathered again. `saves`: products may be tiled, and saved values wait on
+    the host.
     """
 
     graph: TrainGraph
@@ -57,6 +60,7 @@ class Evaluator:
     software: Software = OWN
     micro_batches: MicroBatches | None = None
     may_regather: bool = True
+    saves: bool = False
 
     def candidate(self, mesh: Mesh, template: Template) -> Candidate:
         """A template with the bytes that it stores between steps; nothing is planned."""
@@ -84,7 +88,7 @@ class Evaluator:
 
     def in_more_pieces(self, row: Candidate) -> Candidate | None:
         """`row` in the next larger number of pieces; None where its batch has no more, or is not to be cut."""
-        if self.micro_batches is None or row.strategies is None or row.order is not None:
+        if self.micro_batches is None or row.strategies is None or row.order is not None or row.saving != NO_SAVING:
             return None
         rows = row.strategies.in_pieces(self.micro_batches).rows(self.graph, row.mesh)
         number = next((n for n in piece_counts(max(rows, default=1)) if n > row.pieces), None)
@@ -96,6 +100,23 @@ class Evaluator:
             f"{uncut}, {number} micro-batches", row.mesh, row.strategies.in_pieces(micro_batches), batches=row.batches,
             blocks=row.blocks, symmetric=symmetric, pieces=number, uncut=uncut,
         )  # fmt: skip
+
+    def passes_of(self, row: Candidate) -> tuple[Pass, ...]:
+        """What the programs of a candidate go through."""
+        return saving_passes(self.passes, row.saving)
+
+    def leaner(self, row: Candidate) -> list[list[Candidate]]:
+        """`row` in more and more tiles, and with saved values on the host where devices have one: two series, which end
+        with the leanest. None with pieces or stages.
+        """
+        if not self.saves or row.strategies is None or row.strategies.pieces > 1 or row.order is not None:
+            return []
+        tiled = [Saving(tiles) for tiles in TUNING.tiles_tried]
+        series = [tiled, [Saving(1, 1), replace(tiled[-1], ahead=1)]][
+            : 1 if self.hardware.host_copy_us(1) is None else 2
+        ]
+        lean = replace(row, key=None, status=Status.SLOWER)
+        return [[replace(lean, name=f"{row.name}{saving}", saving=saving) for saving in each] for each in series]
 
     def keeping(self, row: Candidate, size_bytes: int) -> Candidate:
         """`row`, which gathers parameters again for each piece, with so many bytes of them kept."""
@@ -129,7 +150,7 @@ class Evaluator:
         programs = self.programs(row, FEWEST if folded else None)
         itself = row.symmetric == row.strategies if folded else row.order is None
         row = self.bounded(row, programs)
-        yield row, hash((*(fingerprint(local) for _, local in programs), "" if itself else row.name))
+        yield row, hash((*(fingerprint(local) for _, local in programs), row.saving, "" if itself else row.name))
         if folded not in (None, FEWEST):
             programs = self.programs(row, folded, fewest=programs)
         yield self.simulated(row, programs), programs[-1][0]
@@ -159,8 +180,8 @@ class Evaluator:
         if row.order is not None:
             return self._staged(row, staged(programs[0][1], self._prices(row), row.order), programs[0][1])
         if self.folded and row.blocks:
-            return row.priced(self.folded.priced(row.blocks, programs, self.passes))
-        return self.priced(row, programs[0][0], run_passes(programs[0][1], self.passes, owned=True))
+            return row.priced(self.folded.priced(row.blocks, programs, self.passes_of(row)))
+        return self.priced(row, programs[0][0], run_passes(programs[0][1], self.passes_of(row), owned=True))
 
     def priced(self, row: Candidate, planned: Plan, program: LocalGraph) -> Candidate:
         """With the costs of a program that has been through all passes."""
@@ -169,7 +190,8 @@ class Evaluator:
     # -- memory ----------------------------------------------------------------------------------------
     def fitting(self, row: Candidate) -> FitMemory:
         """Fits a program into the budget, by rematerialization."""
-        return FitMemory(self.budget_bytes or 0, self.hardware, row.may_regather and self.may_regather, self.passes)
+        may_regather = row.may_regather and self.may_regather
+        return FitMemory(self.budget_bytes or 0, self.hardware, may_regather, self.passes_of(row))
 
     def folded_fit(self, row: Candidate) -> FoldedFit:
         """The same on the folded steps."""
@@ -217,8 +239,8 @@ class Evaluator:
         except WholestepError:
             return replace(row, needs_bytes=1 << 62)
         if not self.recompute:
-            peaks = (peak_memory(run_passes(local, passes)).size_bytes for passes in smaller_buckets(self.passes))
-            return replace(row, needs_bytes=min(peaks))
+            ran = (run_passes(local, passes) for passes in smaller_buckets(self.passes_of(row)))
+            return replace(row, needs_bytes=min(peak_memory(program).size_bytes for program in ran))
         if self.folded is not None and row.blocks and row.pieces == 1:
             folded = self.folded_fit(row)
             least = folded.least()

@@ -159,11 +159,9 @@ class Symmetrizer:
         """The symmetrized solution."""
         pins, expanded = solution.pins, tuple(self._names(solution.pins.decomposed))
         pins = replace(
-            pins,
-            results=self._spread(pins.results),
-            op_strategies=self._spread(pins.op_strategies),
+            pins, results=self._spread(pins.results), op_strategies=self._spread(pins.op_strategies),
             decomposed=expanded,
-        )
+        )  # fmt: skip
         params, storage = self._spread(solution.params), self._spread(solution.storage)
         return replace(solution, pins=pins, params=params, storage=storage)
 

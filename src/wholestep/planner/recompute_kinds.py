@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
@@ -13,6 +14,7 @@ from ..passes.fit_memory import FitMemory
 from ..passes.offload_saved import OffloadSaved
 from ..passes.recompute_layers import RecomputeLayers
 from ..passes.tile_rows import TileRows
+from ..plan.decision import Saving
 
 RecomputeKind: TypeAlias = Literal["none", "selective", "full", "auto"]
 
@@ -30,11 +32,21 @@ def passes_of(
     """
     tiled: tuple[Pass, ...] = () if tiles == 1 else (TileRows(tiles),)
     tiled = (*tiled, OffloadSaved(offload_saved)) if offload_saved else tiled
-    if kind != "auto":
-        return (*recomputing(kind), *tiled, *default_passes(hardware, software=software))
-    fit, *passes = default_passes(hardware, memory_bytes=memory_bytes or hardware.memory_bytes, software=software)
-    assert isinstance(fit, FitMemory), "it comes first"
-    return replace(fit, after=(*tiled, *passes)), *tiled, *passes
+    budget = memory_bytes or hardware.memory_bytes if kind == "auto" else None
+    passes = default_passes(hardware, memory_bytes=budget, software=software)
+    return _behind_recomputation(passes if kind == "auto" else (*recomputing(kind), *passes), tiled)
+
+
+def saving_passes(passes: Sequence[Pass], saving: Saving) -> tuple[Pass, ...]:
+    """`passes` with what a search chose."""
+    added: tuple[Pass, ...] = () if saving.tiles == 1 else (TileRows(saving.tiles, None),)
+    return _behind_recomputation(passes, (*added, OffloadSaved(saving.ahead, None)) if saving.ahead else added)
+
+
+def _behind_recomputation(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
+    first = next((i for i, one in enumerate(passes) if not isinstance(one, FitMemory | RecomputeLayers)), len(passes))
+    rest = (*added, *passes[first:])
+    return (*(replace(one, after=rest) if isinstance(one, FitMemory) else one for one in passes[:first]), *rest)
 
 
 def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:

@@ -50,6 +50,7 @@ class Search:
         rows = self._race(candidates)
         rows += self._race(further(rows)) if further is not None else []
         rows = self._in_pieces(rows)
+        rows += self._leaner(rows)
         if folded is not None:
             rows = self._in_pieces(self._confirm(rows))
         rows += self._keeping_some(rows)
@@ -181,6 +182,18 @@ class Search:
                     break
         return tried
 
+    def _leaner(self, rows: Sequence[Candidate]) -> list[Candidate]:
+        """Candidates that are over the budget, and faster than what fits, in more and more tiles until one fits, and
+        with saved values on the host. The leanest may recompute too.
+        """
+        all_kept = list[Candidate]()
+        for row in (rows[i] for i in _by_time(rows)):
+            is_faster = row.status is Status.OVER_AT_PEAK and row.batch_s < self._best_s
+            for *others, leanest in self.evaluator.leaner(row) if is_faster else ():
+                fitting = (t for t in map(self._try, others) if t.status in (Status.SLOWER, Status.BOUNDED))
+                all_kept.append(next(fitting, None) or self._try(leanest))
+        return all_kept
+
     # -- memory ----------------------------------------------------------------------------------------
     def _fit(self, row: Candidate) -> Candidate:
         """Fits a candidate into the budget on all layers; it stays over it where that fails."""
@@ -266,7 +279,7 @@ class Search:
         for row in sorted(stored, key=lambda row: row.needs_bytes):
             if tried and row.needs_bytes >= min(other.needs_bytes for other in tried):
                 break
-            tried.append(self.evaluator.least(row))
+            tried += map(self.evaluator.least, [row, *(each[-1] for each in self.evaluator.leaner(row)[-1:])])
         while True:
             nearest = min(tried, key=lambda row: row.needs_bytes)
             if not nearest.blocks or nearest.status is not Status.OVER_AT_PEAK:

@@ -10,7 +10,7 @@ from ..errors import WholestepError
 from ..graph.text import human, table
 from ..graph.text import seconds as shown_seconds
 from ..mesh import Mesh
-from ..plan.decision import Objective
+from ..plan.decision import NO_SAVING, Objective, Saving
 from ..plan.plan import Plan
 from ..plan.strategies import Strategies
 from .bounds import Costs
@@ -53,6 +53,7 @@ class Candidate:
         why: the error of a candidate without a plan; the name of the candidate with the same program.
         blocks: costs are extrapolated from steps with so many equal layers; None where all layers were simulated.
         symmetric: the strategies of those steps, equal in equal layers.
+        saving: in a candidate that is tried because the one without is over the budget.
         pieces: of a batch, in a candidate that is tried because the one named `uncut` is over the budget.
     """
 
@@ -72,6 +73,7 @@ class Candidate:
     symmetric: Strategies | None = None
     pieces: int = 1
     uncut: str = ""
+    saving: Saving = NO_SAVING
 
     def priced(self, priced: Costs) -> Candidate:
         """With its costs."""
@@ -115,21 +117,6 @@ class SearchResult:
         """Seconds for a batch that no schedule of any candidate in the race is faster than."""
         return min(row.bound_s for row in self.rows if row.status in RACED)
 
-    @property
-    def simulated(self) -> int:
-        """How many candidates were simulated."""
-        return sum(row.costs is not None for row in self.rows)
-
-    @property
-    def extrapolated(self) -> int:
-        """How many of these with few layers only."""
-        return sum(row.costs is not None and row.blocks is not None for row in self.rows)
-
-    @property
-    def pruned(self) -> int:
-        """How many lost without a simulation."""
-        return sum(row.status in (Status.BOUNDED, Status.SAME, Status.OVER_AT_REST) for row in self.rows)
-
 
 def first_line(error: WholestepError) -> str:
     """The finding of an error, and what was needed."""
@@ -150,7 +137,7 @@ def explained(search: SearchResult) -> Plan:
     best = search.best
     solution = search.solved.solution if search.solved else None
     model = (solution.step_us / 1e6, solution.bound_us / 1e6) if solution else (0.0, 0.0)
-    memory = best.needs_bytes, search.budget_bytes, best.rematerialized
+    memory = best.needs_bytes, search.budget_bytes, best.rematerialized, best.saving
     objective = Objective(best.batch_s, search.bound_s, *memory, *model)
     return replace(search.plan, objective=objective).with_notes(*notes(search))
 
@@ -159,16 +146,18 @@ def notes(search: SearchResult) -> tuple[str, ...]:
     """One line for the winner and one for each other candidate."""
     best = search.best
     several = len({row.mesh for row in search.rows}) > 1
-    few_layers = f", {search.extrapolated} of them with few layers" if search.extrapolated else ""
+    simulated, few = [row for row in search.rows if row.costs is not None], _few_layers(search)
+    pruned = sum(row.status in (Status.BOUNDED, Status.SAME, Status.OVER_AT_REST) for row in search.rows)
+    budget = "" if search.budget_bytes is None else f" of {human(search.budget_bytes)}"
     head = (
-        f"{search.by} chose {_name(best, several)} of {len(search.rows)} candidates ({search.simulated} simulated"
-        f"{few_layers}, {search.pruned} left out by a bound): {_batch(best)} by simulation, {human(best.needs_bytes)} "
-        f"at most on a rank{'' if search.budget_bytes is None else f' of {human(search.budget_bytes)}'}; no schedule "
-        f"of any takes less than {shown_seconds(search.bound_s)}"
+        f"{search.by} chose {_name(best, several)} of {len(search.rows)} candidates ({len(simulated)} simulated"
+        f"{f', {few} of them with few layers' if few else ''}, {pruned} left out by a bound): {_batch(best)} by "
+        f"simulation, {human(best.needs_bytes)} at most on a rank{budget}; no schedule of any takes less than "
+        f"{shown_seconds(search.bound_s)}"
     )
     lines = [head, *([f"solved: {search.solved}"] if search.solved else [])]
     lines += [f"{_name(row, several)}: {_lost(row, search)}" for row in search.rows if row.status is not Status.CHOSEN]
-    if search.extrapolated:
+    if few:
         lines.append(_extrapolated(search))
     if best.rematerialized:
         lines.append(
@@ -183,7 +172,12 @@ def show(search: SearchResult) -> str:
     head = ("candidate", "mesh", "stored", "peak", "exposed", "per batch", "at least", "")
     cells = [head, *(_cells(row) for row in search.rows if row.costs is not None)]
     unsimulated = [f"{row.name} on {row.mesh}: {_lost(row, search)}" for row in search.rows if row.costs is None]
-    return "\n".join([*table(cells), *unsimulated, *([_extrapolated(search)] if search.extrapolated else [])])
+    return "\n".join([*table(cells), *unsimulated, *([_extrapolated(search)] if _few_layers(search) else [])])
+
+
+def _few_layers(search: SearchResult) -> int:
+    """How many candidates were simulated with few layers only."""
+    return sum(row.costs is not None and row.blocks is not None for row in search.rows)
 
 
 def _extrapolated(search: SearchResult) -> str:

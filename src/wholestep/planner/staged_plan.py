@@ -263,11 +263,6 @@ class ShortPair:
             for kind, stage_layers in zip(_kinds(len(layers), len(smaller)), layers, strict=True)
         ]
 
-    def spread(self, count: int, stages: int, prices: BlockPrices) -> tuple[int, ...]:
-        """The equal layers of each stage, `count` in all (`spread`)."""
-        smaller, larger = (short.busy_us(prices) for short in self.steps)
-        return spread(smaller, larger, count, stages)
-
     def traffic(self, layers: Sequence[int], ranks: int) -> list[CollectiveTraffic]:
         """What the program of a rank with each kind of stage carries, all its chunks counted, of the rank with most."""
         smaller, larger = (short.traffic() for short in self.steps)
@@ -320,7 +315,9 @@ class ShortPipelines:
             if setup.layers is not None:
                 needed = "a chain of equal layers, as many as there are stages"
                 raise PlanError("layers= of a step that three stages do not stand for", needed, "leave it out")
-            return self._whole(setup, batch, passes, prices)
+            graph = self.capture(batch * setup.pieces, self.layers)
+            local = planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)[1]
+            return staged(local, prices, setup.pipeline.schedule, passes)
         layers = self._layers(setup, batch, pair, prices)
         return self._from(pair, setup, batch, layers, prices, passes, pair.traffic(layers, setup.ranks))
 
@@ -341,7 +338,8 @@ class ShortPipelines:
     def _layers(self, setup: StagedSetup, batch: int, pair: ShortPair, prices: BlockPrices) -> tuple[int, ...]:
         """The equal layers of each stage."""
         count = self._equal_layers(batch)[0]
-        layers = setup.layers or pair.spread(count, setup.stages, prices)
+        smaller, larger = (short.busy_us(prices) for short in pair.steps)
+        layers = setup.layers or spread(smaller, larger, count, setup.stages)
         if len(layers) != setup.stages or sum(layers) != count:
             text = f"{sum(layers)} layers in {len(layers)} stages"
             raise PlanError(text, f"{count} in {setup.stages}", "correct layers=")
@@ -361,13 +359,6 @@ class ShortPipelines:
         outside = _exchanges(pair.steps[0].local, prices, setup.ranks)
         step = staged_step(variants, outside, setup.pieces, order, prices.hardware.ranks_per_core)
         return replace(step, precision=precision_of(pair.steps[0].local))
-
-    def _planned(self, setup: StagedSetup, batch: int) -> LocalGraph:
-        graph = self.capture(batch * setup.pieces, self.layers)
-        return planned_program(graph, setup.mesh, setup.strategies, None, self.hardware)[1]
-
-    def _whole(self, setup: StagedSetup, batch: int, passes: Sequence[Pass], prices: BlockPrices) -> StagedStep:
-        return staged(self._planned(setup, batch), prices, setup.pipeline.schedule, passes)
 
     def _equal_layers(self, batch: int) -> tuple[int, int]:
         """How many equal layers the step has, each of so many modules."""

@@ -80,19 +80,10 @@ def _cells(row: Candidate, batch_tokens: float | None, ranks: int) -> tuple[str,
 
 def as_json(rows: Sequence[Candidate], mesh: Mesh, model: str, hardware: Hardware | None = None) -> dict[str, Any]:
     """The rows with model, mesh and machine, in bytes and seconds."""
+    costs = [asdict(r.costs) | {"extrapolated_from_layers": r.blocks} if r.costs else {} for r in rows]
     return {
-        "format": "wholestep comparison",
-        "version": 2,
-        "model": model,
-        "mesh": str(mesh),
+        "format": "wholestep comparison", "version": 2, "model": model, "mesh": str(mesh),
         "hardware": (hardware or Hardware.default()).name,
-        "rows": [
-            {
-                "template": r.name,
-                "batches": r.batches,
-                "error": r.why or None,
-                **(asdict(r.costs) | {"extrapolated_from_layers": r.blocks} if r.costs else {}),
-            }
-            for r in rows
-        ],
-    }
+        "rows": [{"template": r.name, "batches": r.batches, "error": r.why or None, **priced}
+                 for r, priced in zip(rows, costs, strict=True)],
+    }  # fmt: skip

@@ -18,7 +18,7 @@ from ..hardware.hardware import Hardware
 from ..passes.base import Pass, run_passes
 from ..passes.order_stages import partition
 from ..plan.plan import Plan
-from ..planner.recompute_kinds import passes_of
+from ..planner.recompute_kinds import passes_of, saving_passes
 from ..planner.search_result import Candidate
 from ..planner.staged_plan import staged
 from ..typed_json import write_text
@@ -96,13 +96,15 @@ def step_of(
 def program(
     plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, passes: Sequence[Pass] | None = None
 ) -> LocalGraph:
-    """The program of a rank for `plan` after `passes`, by default scheduled as in a compiled step; of a pipeline that
-    of all stages, before passes. A program of the plan is returned unchanged.
+    """The program of a rank for `plan` after `passes`, by default as in a compiled step, and those that `Auto` chose;
+    of a pipeline that of all stages, before passes. A program of the plan is returned unchanged.
     """
     if isinstance(graph, TrainGraph) and plan.owners:
         return partition(graph, plan)
     if isinstance(graph, TrainGraph):
-        return run_passes(partition(graph, plan), passes_of("none", hardware) if passes is None else passes)
+        passes = passes_of("none", hardware) if passes is None else passes
+        chosen = saving_passes(passes, plan.objective.saving) if plan.objective else passes
+        return run_passes(partition(graph, plan), chosen)
     stored = [{i.name for i in inputs if i.role in (Role.PARAM, Role.STATE)} for inputs in (graph.inputs, plan.inputs)]
     differing = sorted(stored[0] ^ stored[1])
     if differing or graph.mesh != plan.mesh.of_ranks:
@@ -120,16 +122,11 @@ def _memory(predicted: Timeline, capacity: int | None) -> dict[str, Any]:
     top = max(int(1.08 * peak.size_bytes), int(1.04 * near) if near else 0, 1)
     most = columns(predicted.memory, step)
     return {
-        "area": outline(most, top),
-        "columns": COLUMNS,
-        "rest_y": 100 - 100 * peak.rest_bytes / top,
-        "peak_x": 100 * peak_at(predicted) / step if step else 0.0,
-        "peak_us": peak_at(predicted),
-        "peak_y": 100 - 100 * peak.size_bytes / top,
-        "capacity": capacity,
-        "capacity_y": 100 - 100 * near / top if near else None,
-        "held": {"bytes": most, "step": round(step, 3)},
-    }
+        "area": outline(most, top), "columns": COLUMNS, "rest_y": 100 - 100 * peak.rest_bytes / top,
+        "peak_x": 100 * peak_at(predicted) / step if step else 0.0, "peak_us": peak_at(predicted),
+        "peak_y": 100 - 100 * peak.size_bytes / top, "capacity": capacity,
+        "capacity_y": 100 - 100 * near / top if near else None, "held": {"bytes": most, "step": round(step, 3)},
+    }  # fmt: skip
 
 
 def _shown_us(us: float) -> str:

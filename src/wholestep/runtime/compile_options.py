@@ -227,7 +227,8 @@ class StepOptions:
         elif budget is not None:
             raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
         else:
-            auto = user.parallel
+            known = user.passes is None and backend.name != "inductor"  # what a search may put before
+            auto = user.parallel if known else replace(user.parallel, saves=False)
             strategies, budget = auto.base(mesh), auto.budget_bytes
         if not isinstance(backend, Eager) or user.cuda_graphs is True:
             strategies = strategies.without_host_reads()
@@ -252,17 +253,11 @@ class StepOptions:
             needed = "a mesh of two axes"
             raise MeshError(f"style {style.name!r} without a mesh", needed, 'give mesh="replicate=2,shard=2", say')
         capture = CaptureOptions(
-            mixed_precision=user.mixed_precision,
-            float8=user.float8,
-            offload=user.offload,
-            fused=backend.fused_optimizers,
-            keep_grads=user.keep_grads,
-            skip_nonfinite=user.on_nonfinite is not None,
-            module_overrides=user.module_overrides or {},
-            model=user.model,
-            optimizer=user.optimizer,
+            mixed_precision=user.mixed_precision, float8=user.float8, offload=user.offload,
+            fused=backend.fused_optimizers, keep_grads=user.keep_grads, skip_nonfinite=user.on_nonfinite is not None,
+            module_overrides=user.module_overrides or {}, model=user.model, optimizer=user.optimizer,
             device=user.device,
-        )
+        )  # fmt: skip
         may_regather, cache = keeps if plan is not None else not keeps, folder_of(user.cache)
         return StepOptions(user, backend, strategies, mesh, budget, chooser, plan, may_regather, capture, cache)
 

@@ -300,6 +300,8 @@ class Compiler:
             warn_of_plan(planned, captured.graph, self.world)
         if self._choice is not None:
             planned = replace(planned, objective=self._choice.objective).with_notes(*self._choice.notes)
+        elif self.options.plan is not None:
+            planned = replace(planned, objective=self.options.plan.objective)
         dump.write("2-plan", planned)
         with self.stages.stage("partition"):
             local = self._lowered(captured.graph, planned)

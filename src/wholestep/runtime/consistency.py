@@ -216,19 +216,15 @@ def step_lines(options: StepOptions) -> list[str]:
     """Options of the step that shape what it computes."""
     user, schedule = options.user, options.user.schedule
     return [
-        f"backend{SEPARATOR}{options.backend.name}",
-        f"cuda_graphs{SEPARATOR}{user.cuda_graphs}",
+        f"backend{SEPARATOR}{options.backend.name}", f"cuda_graphs{SEPARATOR}{user.cuda_graphs}",
         f"keep_grads{SEPARATOR}{options.capture.keep_grads}",
         f"on_nonfinite{SEPARATOR}{'a function' if callable(user.on_nonfinite) else user.on_nonfinite}",
         f"schedule{SEPARATOR}{schedule if schedule is None or isinstance(schedule, str) else type(schedule).__name__}",
-        f"check_every{SEPARATOR}{user.check_every}",
-        f"verify{SEPARATOR}{user.verifies}",
-        f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}",
-        f"float8{SEPARATOR}{options.capture.float8}",
+        f"check_every{SEPARATOR}{user.check_every}", f"verify{SEPARATOR}{user.verifies}",
+        f"mixed_precision{SEPARATOR}{options.capture.mixed_precision}", f"float8{SEPARATOR}{options.capture.float8}",
         f"module_overrides{SEPARATOR}{', '.join(sorted(options.capture.module_overrides)) or 'none'}",
-        f"passes{SEPARATOR}{_name(user.passes)}",
-        cache_line(options),
-    ]
+        f"passes{SEPARATOR}{_name(user.passes)}", cache_line(options),
+    ]  # fmt: skip
 
 
 def cache_line(options: StepOptions) -> str:

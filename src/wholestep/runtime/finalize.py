@@ -26,6 +26,7 @@ from ..passes.fit_memory import FITTING, FITTING_OF_STAGE, FitMemory
 from ..passes.order_collectives import CallOrder
 from ..passes.order_stages import BLOCKS, named_orders, with_orders
 from ..passes.schedule import Schedule
+from ..planner.recompute_kinds import saving_passes
 from ..profiling.measure_hardware import measure_hardware
 from ..tuning import TUNING
 from .compile_options import StepOptions
@@ -64,11 +65,11 @@ class Finalizer:
         if program.local.stage_axis:
             program = self._of_stage(program, key, watch)
         elif budget is None:
-            passes = self._passes(program.local)
+            passes = self._passes(program)
             with self.stages.stage("schedule"):
                 program = replace(program, local=run_passes(program.local, passes, watch, context=self._context(key)))
         else:
-            program = replace(program, local=self._fitted(program.local, key, budget, may_regather, watch))
+            program = replace(program, local=self._fitted(program, key, budget, may_regather, watch))
         self.choices.store()
         return program
 
@@ -76,7 +77,7 @@ class Finalizer:
         """The program of this rank's stage, scheduled where ranks of one stage have something to exchange."""
         full = self._ordered(program.local, key, program.plan.hardware)
         open_channels(self.world, full.stage_axis, channels_of(full))
-        plain = self._passes(full)
+        plain = self._passes(program)
         if (budget := self.options.memory_bytes) is not None:
             with self.stages.stage("memory"):
                 return replace(program, local=self._stage_within(full, plain, key, budget, watch))
@@ -161,31 +162,27 @@ class Finalizer:
         pipeline = self.options.strategies.pipeline
         return pipeline.axis if pipeline is not None else ""
 
-    def _passes(self, local: LocalGraph) -> tuple[Pass, ...]:
-        """What schedules `local`, or a stage of it, without a budget."""
-        mesh, axis = self.world.mesh, local.stage_axis
+    def _passes(self, program: RankProgram, **budget: Any) -> tuple[Pass, ...]:
+        """What schedules a program, or a stage of it, with what a search chose; options of a `budget` go beside."""
+        mesh, axis = self.world.mesh, program.local.stage_axis
         exchanges_nothing = axis and mesh.size == mesh.axis_size(axis)  # with ranks of its stage
-        schedule = None if exchanges_nothing else self._schedule()
-        return edited(default_passes(schedule=schedule, backend=self.options.backend), self.options.user.passes)
+        schedule, chosen = None if exchanges_nothing else self._schedule(), program.plan.objective
+        passes = default_passes(schedule=schedule, backend=self.options.backend, **budget)
+        return edited(saving_passes(passes, chosen.saving) if chosen else passes, self.options.user.passes)
 
     def _fitted(
-        self, local: LocalGraph, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
+        self, program: RankProgram, key: str, budget_bytes: int, may_regather: bool, watch: Watch | None
     ) -> LocalGraph:
         """Scheduled within the budget of memory. Ranks rematerialize the same; one that does not fit stops all."""
-        hardware, schedule = self.hardware_and_schedule()
-        search_s = TUNING.fit_seconds * len(local.graph.nodes)
+        budget = {"hardware": self.hardware_and_schedule()[0], "memory_bytes": budget_bytes}
+        passes = self._passes(program, may_regather=may_regather, **budget)
+        search_s = TUNING.fit_seconds * len(program.local.graph.nodes)
         rendezvous = replace(self.rendezvous, timeout_s=self.rendezvous.timeout_s + search_s)
-
-        backend = self.options.backend
-        plain = default_passes(
-            hardware, schedule=schedule, backend=backend, memory_bytes=budget_bytes, may_regather=may_regather
-        )
-        passes = edited(plain, self.options.user.passes)
         context = replace(self._context(key, search_s), peak=self._peak)
 
         def fitted() -> LocalGraph:
             with self.stages.stage("memory"):
-                return run_passes(local, passes, watch, context=context)
+                return run_passes(program.local, passes, watch, context=context)
 
         return self._within(FITTING, "the step", budget_bytes, key, rendezvous, fitted)
 
