@@ -199,15 +199,15 @@ def test_what_is_sent_does_not_grow_with_the_sequence(length: int, ranks: int) -
     assert "a window: queries stay" in plan.explain("scaled_dot_product_flash_attention_for_cpu")
 
 
-def test_a_plan_that_cuts_keys_without_a_window_is_refused() -> None:
+def test_a_plan_that_cuts_keys_without_a_window_is_a_ring() -> None:
     graph = _attends(12, MASK_REACHES["documents"][0])
     plan = ws.plan(graph, "cp=3", ws.ContextParallel(method="gather"))
     name = _calls(graph)[0].name
     decision = plan.decisions[name]
     query, _, _, *others = decision.operands
     cut = replace(decision, operands=(query, sharded(4, 2, "cp"), sharded(4, 2, "cp"), *others))
-    with pytest.raises(PlanError, match="attends by a mask, and ranks have pieces of the keys"):
-        ws.partition(graph, replace(plan, decisions={**plan.decisions, name: cut}))
+    local = ws.partition(graph, replace(plan, decisions={**plan.decisions, name: cut}))
+    assert local.collectives()["all_to_all"].count == 2
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])

@@ -1,5 +1,6 @@
 """`ContextParallel(method="ring")`: what is sent, held and hidden. Values are in `test_context_parallel.py`."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -13,12 +14,26 @@ import wholestep as ws
 from tests.steps import mean_square
 from tests.together import OneDevice, compare
 from tests.tp_models import VOCAB, Llama, next_token, step_of
-from tests.unit.test_context_parallel import DIM, HEADS, KEY_HEADS, MASKS, RING, TOLERANCE, WIDTH, Again, Attends
+from tests.unit.test_context_parallel import (
+    DIM,
+    HEADS,
+    KEY_HEADS,
+    MASKS,
+    RING,
+    TOLERANCE,
+    WIDTH,
+    Again,
+    Attends,
+    Padding,
+)  # fmt: skip
+from wholestep.cost.compute import flops
 from wholestep.cost.simulation import sent_us, whole_bytes
 from wholestep.errors import PlanError
+from wholestep.graph import meta
 from wholestep.graph.graph import LocalGraph
 from wholestep.graph.nodes import is_collective
 from wholestep.graph.op_kinds import arithmetic
+from wholestep.partition import rank_ops
 from wholestep.passes.recompute_layers import RecomputeLayers
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -56,6 +71,11 @@ def test_one_head_of_keys(mask: str) -> None:
     assert comparison.worst < TOLERANCE, comparison.where
     assert not comparison.plan.repeated
     assert comparison.local.collectives()["all_to_all"].count == 3 * 2
+
+
+def _training(make: Callable[[], nn.Module]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = make()
+    return model, AdamW(model.parameters())
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
@@ -103,7 +123,7 @@ def test_a_rank_never_has_all_keys() -> None:
 
 
 def test_auto_takes_a_ring_where_memory_needs_it() -> None:
-    """And otherwise what is simulated to be quickest; where a mask has no ring, the others are tried."""
+    """And otherwise what is simulated to be quickest; where attention has no ring, the others are tried."""
     graph, plans = _layers(1 << 14), list[ws.Plan]()
     for memory_bytes in (None, 5 << 20):
         auto = ws.Auto(hardware=H100, context=ws.ContextParallel(), memory_bytes=memory_bytes)
@@ -112,10 +132,9 @@ def test_auto_takes_a_ring_where_memory_needs_it() -> None:
         "auto",
         "ring",
     ]
-    masked = ws.capture(_step, Again(MASKS["documents"]), torch.randn(1, 64, DIM))
-    assert (
-        "attention by auto" in ws.Auto(hardware=H100, context=ws.ContextParallel()).search(masked, "cp=2").plan.strategy
-    )
+    padding = ws.capture(mean_square, *_training(Padding), torch.ones(1, 64).long())
+    plan = ws.Auto(hardware=H100, context=ws.ContextParallel()).search(padding, "cp=2").plan
+    assert "attention by auto" in plan.strategy
 
 
 def test_messages_are_hidden() -> None:
@@ -180,22 +199,28 @@ def test_cross_attention(queries: int, keys: int) -> None:
     assert comparison.local.collectives()["all_to_all"].count == 3 * 2
 
 
-def _padded(length: int) -> dict[str, Tensor]:
-    """A mask that is the same for all queries."""
-    return {"attn_mask": torch.arange(length).lt(5)[None, None, None]}
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_holds_the_columns_of_a_step(ranks: int) -> None:
+    """By a mask, each step reads that of one rank's keys; scores, sent bytes and kept keys are those without a mask."""
+    length, programs = 64, list[LocalGraph]()
+    for mask in ("none", "documents"):
+        graph = ws.capture(_step, Again(MASKS[mask]), torch.randn(2, length, DIM))
+        programs.append(ws.partition(graph, ws.plan(graph, f"cp={ranks}", RING)))
+    plain, masked = programs
+    assert masked.collectives()["all_to_all"] == plain.collectives()["all_to_all"]
+    assert sum(map(flops, plain.graph.nodes)) == sum(map(flops, masked.graph.nodes))
+    widths = {meta.one_tensor(n).shape[-1] for n in masked.graph.nodes if n.target is rank_ops.columns}
+    assert widths == {length // ranks}
 
 
 def test_what_is_refused() -> None:
-    masks = {**MASKS, "padding": _padded}
-    for mask in ("documents", "prefix", "padding"):
-        model = Attends(masks[mask])
-        graph = ws.capture(mean_square, model, AdamW(model.parameters()), torch.ones(2, 8).long())
-        with pytest.raises(PlanError) as caught:
-            ws.plan(graph, "cp=2", RING)
-        text = str(caught.value)
-        assert text.startswith("ContextParallel(method='ring'): %scaled_dot_product_flash_attention_for_cpu")
-        assert "attended = F.scaled_dot_product_attention(" in text
-        assert text.endswith("next: give method='gather'")
+    graph = ws.capture(mean_square, *_training(Padding), torch.ones(2, 8).long())
+    with pytest.raises(PlanError) as caught:
+        ws.plan(graph, "cp=2", RING)
+    text = str(caught.value)
+    assert text.startswith("ContextParallel(method='ring'): %scaled_dot_product_efficient_attention")
+    assert "attended = aten._scaled_dot_product_efficient_attention(" in text
+    assert text.endswith("next: give method='gather'")
     one = OneDevice(
         lambda: (m := Attends(MASKS["none"]), AdamW(m.parameters())), mean_square, [(torch.ones(2, 8).long(),)]
     )

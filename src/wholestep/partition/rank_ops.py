@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..graph.meta import with_stride
-from ..graph.op_kinds import FREE, priced_like
+from ..graph.op_kinds import FREE, READS_A_PART, priced_like
 from ..graph.owned import asks_owner
 from ..graph.storage import shares
 from ..layout import chunk_range, has_extent
@@ -110,12 +110,13 @@ def plus_rows(x: Tensor, first: int, size: int, rows: Tensor, starts: list[int],
     return out
 
 
+@priced_like(READS_A_PART)
 def columns(x: Tensor, start: int, length: int) -> Tensor:
     """A range of the last dim of a mask, as a copy: kernels want each row to begin at a multiple of 16 bytes. A dim
-    that repeats one entry still does.
+    that repeats one entry still does, and a single column is that of all keys.
     """
     once = tuple(slice(0, 1) if step == 0 else slice(None) for step in x.stride()[:-1])
-    part = x[once].narrow(-1, start, length)
+    part = x[once] if x.shape[-1] == 1 else x[once].narrow(-1, start, length)
     copy = part.new_zeros((*part.shape[:-1], -(-length // 16) * 16)).narrow(-1, 0, length)
     return copy.copy_(part).expand(*x.shape[:-1], length)
 

@@ -7,7 +7,7 @@ a part of the tokens, as without the last ones.
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from ..graph.nodes import add_node, operands
 from ..layout import OfOwner, chunk_range
 from ..plan.op_strategies import part_of
 from ..plan.plan import Plan
-from ..plan.ring_attention import END, FIRST, LAST, START, ZERO, Ring, ring_of, shared
+from ..plan.ring_attention import END, FIRST, LAST, START, Ring, ring_of, shared
 from ..rules.aten.query_pieces import key_piece
 from ..sizes import least, most, text_of
 from . import rank_ops
@@ -60,17 +60,21 @@ class RingCalls:
             outputs = [with_shape(t, (*t.shape[:2], rows, *t.shape[3:])) for t in outputs]
         accumulated = [_wide(tensor) for tensor in outputs[: 1 if ring.backward else 2]]
         if ring.reach:
-            pieces, arguments[ring.mask] = self._near(node, ring, keys), self._columns(node, ring, arguments[ring.mask])
+            pieces = self._near(node, ring, keys)
             message = pieces[0]
         else:
             message, pieces = self._joined(node, keys), list(keys)
         merged, total, coming = list[Node](), list[Node](), list[Node]()
-        steps = 1 if ring.reach else ring.parts
+        steps, mask = 1 if ring.reach else ring.parts, arguments[ring.mask] if ring.mask else None
+        options = {} if mask is None or ring.reach else {"most": self._most(node, mask)}
         for step in range(steps):
             ahead = self._sent(node, ring, message, step, 1) if step + 1 < steps else None
             arguments[ring.key : ring.key + 2] = pieces
+            if mask is not None:
+                arguments[ring.mask] = self._columns(node, ring, step, mask)
             of_keys = list(map(one_tensor, pieces)) if ring.backward else list(tensors[2:] if step == 0 else ())
-            new = self._step(node, ring, step, arguments, merged, [*accumulated, *of_keys])
+            options = {**options, **({"merged": [*merged]} if merged else {}), **ring.seen(step)}
+            new = self._step(node, (*ring.attended(step),), arguments, options, [*accumulated, *of_keys])
             first = first or new
             merged = [self._call(node, operator.getitem, (new, i), tensor) for i, tensor in enumerate(accumulated)]
             if ring.backward:
@@ -151,22 +155,26 @@ class RingCalls:
         args = rows, here, there, there[0].axis
         return self._waited(node, self._call(node, funcol.all_to_all_single.default, args, shape))
 
-    def _columns(self, node: Node, ring: Ring, mask: Node) -> Node:
-        """What a mask says of the keys within reach."""
-        first, count = ring.keys_between(ZERO, FIRST, start=True), ring.keys_between(FIRST, LAST)
+    def _columns(self, node: Node, ring: Ring, step: int, mask: Node) -> Node:
+        """What a mask says of the keys of a step."""
+        first, count = ring.columns(step)
         shape = contiguous((*one_tensor(mask).shape[:-1], count.numbers[0]), one_tensor(mask))
         return self._call(node, rank_ops.columns, (mask, first, count), shape)
 
+    def _most(self, node: Node, mask: Node) -> Node:
+        """The largest number of each row of a mask."""
+        shape = contiguous((*one_tensor(mask).shape[:-1], 1), one_tensor(mask))
+        return self._call(node, aten.amax.default, (mask, [-1], True), shape)
+
     def _step(
-        self, node: Node, ring: Ring, step: int, reads: Sequence[Node], merged: Sequence[Node],
+        self, node: Node, places: Sequence[OfOwner], reads: Sequence[Node], options: Mapping[str, Any],
         tensors: Sequence[TensorMeta | None],
     ) -> Node:  # fmt: skip
-        """Attention to one piece of the keys, with what earlier steps have merged."""
+        """Attention to one piece of the keys."""
         ready = iter(reads)
         args, kwargs = map_arg((node.args, node.kwargs), lambda _: next(ready))
-        kwargs = {**kwargs, **({"merged": list(merged)} if merged else {}), **ring.seen(step)}
         name, target = node.name, key_piece(node.target)
-        new = add_node(self.emit.graph, "call_function", target, (*ring.attended(step), *args), kwargs, name)
+        new = add_node(self.emit.graph, "call_function", target, (*places, *args), {**kwargs, **options}, name)
         meta.copy(node, new)
         meta.set_tensors(new, tensors)
         return self._noted(new, node)

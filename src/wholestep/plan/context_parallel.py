@@ -112,8 +112,7 @@ class ContextParallel(OneAxis):
         lengths, strategies = self._lengths(graph, mesh)
         reads, biases = self._looked_up(graph, lengths)
         if self.method == "ring":
-            rings = {name: {self.axis: (RING,)} for name in self._rings(graph, lengths)}
-            return Pins(reads=reads, op_strategies=strategies | biases | rings)
+            return Pins(reads=reads, op_strategies=strategies | biases | self._rings(graph, lengths))
         for node, group in _attention(graph):
             query, dim = 0, len(group.operands[0]) - 2  # or the gradient of what queries give
             if meta.one_tensor(operands(node)[query]).shape[dim] not in lengths:
@@ -150,22 +149,21 @@ class ContextParallel(OneAxis):
             pinned |= next(filter(None, rows), dict[str, str]())
         return reads, {name: {self.axis: (f"cut {factor}",)} for name, factor in pinned.items()}
 
-    def _rings(self, graph: TrainGraph, lengths: set[int]) -> list[str]:
-        """Calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
-        names = list[str]()
+    def _rings(self, graph: TrainGraph, lengths: set[int]) -> dict[str, _Ways]:
+        """Ways of calls of attention to the tokens of the batch. Raises PlanError: for one of them there is no ring."""
+        ways = dict[str, _Ways]()
         for node in filter(_attends, graph.graph.nodes):
             operation, rule = arithmetic(node.target), find_rule(node)
             assert operation is not None, "it attends"
             query, key = (meta.one_tensor(operands(node)[operation.backward + i]).shape for i in (0, 1))
             if query[-2] not in lengths or key[-2] not in lengths:
                 continue
-            serves = rule is not None and any(ring(rule, group) for group in rule.groups[:1])
-            if not serves or (mask_of(node) is not None and reach_of(node) is None):
+            if rule is None or not any(ring(rule, group) for group in rule.groups[:1]):
                 problem = f"ContextParallel(method='ring'): %{node.name} ({op_name(node)})"
-                needed = "no mask but a window, no dropout, and a kernel of CPUs, FlashAttention or cuDNN"
+                needed = "no dropout, a mask without a gradient or is_causal but not both, and a fused kernel"
                 raise PlanError(problem, needed, "give method='gather'", meta.source_line(node))
-            names.append(node.name)
-        return names
+            ways[node.name] = {self.axis: (RING if reach_of(node) is None else NEAR,)}
+        return ways
 
     def _by_heads(self, node: Node, group: Group, query: int, parts: int, near: int | None) -> bool:
         """Whether heads are sharded: by bytes, keys and values to each rank, or those of `near` tokens, against an

@@ -57,20 +57,16 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
     return OpStrategy(f"partial {number} {op}", takes, dict.fromkeys(group.outputs, partial))
 
 
-def ring(rule: BoundRule, group: Group) -> OpStrategy | None:
+def ring(rule: BoundRule, group: Group, name: str = RING) -> OpStrategy | None:
     """Attention of the queries of a rank, of which each has a piece of keys and values, to those of all ranks, a piece
-    after another, or, by a mask, to those that are near; None for other ops, and for kernels without a mask that
-    return no sum for each query.
+    after another, or to those that are near by a mask; None for other ops, and where a mask has a gradient.
     """
-    base, sides = cut(group, "q"), (group.operands, group.outputs)
-    backward = any("q" not in term for term in group.outputs.values() if len(term) == 4)
-    sums = [term.index("q") for side in sides for term in side.values() if "q" in term]
-    masked = len(group.operands) > (6 if backward else 3)
-    if "q" not in rule.local or (not masked and sums != [2] * (5 if backward else 3)):
+    base, backward = cut(group, "q"), any("q" not in term for term in group.outputs.values() if len(term) == 4)
+    if "q" not in rule.local or (backward and len(group.outputs) > 3):
         return None
     cuts = [dict.fromkeys((at, at + 1), sharded_along(2)) for at in (1 + backward, 1)]
     takes, gives = {**base.takes, **cuts[0]}, {**base.gives, **(cuts[1] if backward else {})}
-    return OpStrategy(NEAR if masked else RING, takes, gives, "q")
+    return OpStrategy(name, takes, gives, "q")
 
 
 def part_of(node: Node) -> tuple[OpStrategy, int, int] | None:
@@ -102,7 +98,7 @@ def op_strategies(group: Group, parts: int) -> Iterator[OpStrategy]:
 def named(rule: BoundRule, group: Group, name: str) -> OpStrategy | None:
     """The strategy with this name; None if the group has none."""
     if name in (RING, NEAR):
-        return ring(rule, group)
+        return ring(rule, group, name)
     passing = (through(group, number, op) for number, part in enumerate(group.partial) for op in part.ops)
     every = chain([whole(group)], (cut(group, factor) for factor in group.factors), passing)
     return next((strategy for strategy in every if strategy.name == name), None)

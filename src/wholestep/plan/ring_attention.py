@@ -26,9 +26,9 @@ ZERO, FIRST, START, END, LAST = range(5)
 @dataclass(frozen=True)
 class Ring:
     """A call of which `parts` ranks along `axis` have a piece of `queries` queries, and one of `keys` keys. In step t a
-    rank attends to the keys of the t-th rank before it; or in one step to all that its `mask` lets through, with
-    `reach` how far from a query. `key`, `mask`: places among the operands; values follow keys. If `balanced`, queries
-    and keys are dealt (`layout.dealt`), so that all ranks attend to as many in each step.
+    rank attends to the keys of the t-th rank before it; or in one step to all that its mask lets through, with `reach`
+    how far from a query. `key`, `mask`: places among the operands, 0 without a mask; values follow keys. If `balanced`,
+    queries and keys are dealt (`layout.dealt`), so that all ranks attend to as many in each step.
     """
 
     axis: str
@@ -65,6 +65,13 @@ class Ring:
         if self.balanced:
             return tuple(sum(self._dealt((rank - step) % self.parts)) for rank in range(self.parts))
         return tuple(chunk_range(self.keys, self.parts, (rank - step) % self.parts)[1] for rank in range(self.parts))
+
+    def columns(self, step: int) -> tuple[OfOwner, OfOwner]:
+        """The first of the keys that each rank has in a step, or within reach, and how many they are."""
+        if self.reach:
+            return self.keys_between(ZERO, FIRST, start=True), self.keys_between(FIRST, LAST)
+        starts = (chunk_range(self.keys, self.parts, (rank - step) % self.parts)[0] for rank in range(self.parts))
+        return OfOwner(self.axis, tuple(starts), start=True), OfOwner(self.axis, self.arrived(step))
 
     def attended(self, step: int) -> tuple[OfOwner, OfOwner]:
         """How many of these keys are in front of the queries that attend to some of them, and how many queries do."""
@@ -125,14 +132,9 @@ def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
     cut, reach = decision.operands[query + 1].dims[2], reach_of(node)
     if not cut:
         return None
-    axis, how = cut[0], "in a ring" if mask is None else "to keys that are near by a mask"
+    axis, how = cut[0], "in a ring" if reach is None else "to keys that are near by a mask"
     if {cut, decision.operands[query].dims[2]} != {(axis,)}:
         problem = f"%{node.name} attends {how}, and other axes than {axis} share its tokens too"
         raise PlanError(problem, f"tokens that {axis} alone shares", "give method='gather'", meta.source_line(node))
-    if mask is not None and reach is None:
-        problem = f"%{node.name} attends by a mask, and ranks have pieces of the keys"
-        needed = "keys that all ranks have, or a mask that is proved to be a window"
-        raise PlanError(problem, needed, "plan this graph again", meta.source_line(node))
     numbers = mesh.axis_size(axis), call.shape(query)[2], call.shape(query + 1)[2], query + 1
-    causal, reach = bool(call.argument("is_causal")), reach if mask else None
-    return Ring(axis, *numbers, causal, operation.backward, reach, mask or 0)
+    return Ring(axis, *numbers, bool(call.argument("is_causal")), operation.backward, reach, mask or 0)

@@ -40,20 +40,24 @@ def key_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
     """What a rank calls in place of `op` for one piece of the keys: its last `length` queries attend to them, of which
     `start` are in front of the first of these queries. `merged`: what calls for other pieces have returned, output and
     sums, or the gradient of the queries, in single precision at least. `keys`: how many are seen, the first ones.
+    `most`: the largest number of each row of a mask of which the call has the columns of this piece.
     """
     run = _gradients_of_keys if packet_name(op).endswith("_backward") else _merged_with_keys
 
     def of_keys(
-        start: int, length: int, *args: Any, merged: Sequence[Tensor] = (), keys: int | None = None, **kwargs: Any
+        start: int, length: int, *args: Any, merged: Sequence[Tensor] = (), keys: int | None = None,
+        most: Tensor | None = None, **kwargs: Any,
     ) -> tuple[Any, ...]:  # fmt: skip
         call = _Attention(op, args, kwargs)
         hidden = 0 if keys is None else call["key"].shape[2] - keys
         near = call.changed(**{name: call[name][:, :, :keys] for name in ("key", "value")}) if hidden else call
-        first, *others = run(near, start, length, merged)
+        first, *others = run(near, start, length, merged, most)
+        first = first.to(torch.promote_types(first.dtype, torch.float32))
         if run is _gradients_of_keys and hidden:
             others = [torch.nn.functional.pad(gradient, (0, 0, 0, hidden)) for gradient in others]
         return first, *others
 
+    COUNT_OPERANDS.add(of_keys)
     return called(of_keys, op, "of_keys")
 
 
@@ -119,26 +123,12 @@ class _Attention:
 
 
 def _forward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
-    results = [_merged(part, first) for first, part in call.ranges(start, length)]
+    query = call["query"]
+    results = [_merged_with_keys(part, first, part["query"].shape[2]) for first, part in call.ranges(start, length)]
     if not isinstance(length, list):
-        return results[0]
-    rows = call["query"].shape[2]
-    joined = (torch.cat([returned[place] for returned in results], 2)[:, :, :rows] for place in (0, 1))
-    return (*joined, *results[-1][2:])
-
-
-def _merged(call: _Attention, start: int) -> tuple[Any, ...]:
-    results = [returned for *_, returned in call.parts(start)]
-    out, sums, *others = cast("tuple[Tensor, Tensor, *tuple[Any, ...]]", results[-1])
-    if len(results) == 1:
-        return (out, sums, *others)
-    length = out.shape[-2]  # some kernels return more sums
-    logs = [returned[1].narrow(2, 0, length) for returned in results]
-    total = torch.logaddexp(*logs)
-    weights = [(log - total).exp().reshape(out.shape[:-1]).unsqueeze(-1) for log in logs]
-    merged = weights[0] * results[0][0] + weights[1] * out
-    sums.narrow(2, 0, length).copy_(total)
-    return (merged.to(out.dtype), sums, *others)
+        return (results[0][0].to(query.dtype), *results[0][1:])
+    joined = [torch.cat([returned[place] for returned in results], 2)[:, :, : query.shape[2]] for place in (0, 1)]
+    return (joined[0].to(query.dtype), joined[1], *results[-1][2:])
 
 
 def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
@@ -157,37 +147,62 @@ def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
     return (query[:, :, : call["query"].shape[2]], key, value, *others)
 
 
-def _merged_with_keys(call: _Attention, start: int, length: int, merged: Sequence[Tensor]) -> tuple[Any, ...]:
+def _merged_with_keys(
+    call: _Attention, start: int, length: int, merged: Sequence[Tensor] = (), most: Tensor | None = None
+) -> tuple[Any, ...]:
     query, count = call["query"], call["query"].shape[2]
     parts = [part for *_, part in call.of_queries(count - length, count).parts(start)] if length else []
-    others: Sequence[Any] = ()
-    if not merged and length == count and len(parts) == 1:
-        return parts[0][0].to(parts[0][1].dtype), *parts[0][1:]
-    if not merged:
+    parts = [_by_mask(call, part, most) for part in parts] if most is not None else parts
+    others: Sequence[Any] = parts[-1][2:] if parts else ()
+    if merged:
+        out, sums = (tensor.clone() for tensor in merged)
+    elif parts and length == count:
+        (out, sums, *_), *parts = cast("list[tuple[Tensor, Tensor]]", parts)
+        out = out.to(sums.dtype) if parts else out
+    else:
         first = parts or [part for *_, part in call.on_zeros("query", "key", "value").parts(0)]
         one, sum_of_one, *others = first[0]
         shape = (one.shape[0], count, one.shape[1], one.shape[3])
         out = torch.zeros(shape, dtype=sum_of_one.dtype, device=query.device).transpose(1, 2)
         sums = sum_of_one.new_full((*sum_of_one.shape[:2], count, *sum_of_one.shape[3:]), -torch.inf)
-    else:
-        out, sums = (tensor.clone() for tensor in merged)
     here, logs = out[:, :, count - length :], sums[:, :, count - length :]
     for part, sums_of_part, *_ in parts:
         total = torch.logaddexp(logs, sums_of_part)
-        before, after = ((log - total).exp().reshape((*here.shape[:3], 1)) for log in (logs, sums_of_part))
+        all_seen = total.clamp(min=torch.finfo(total.dtype).min)  # less -inf, -inf would be no number
+        before, after = ((log - all_seen).exp().reshape((*here.shape[:3], 1)) for log in (logs, sums_of_part))
         here.mul_(before).add_(after * part)
         logs.copy_(total)
     return (out, sums, *others)
 
 
-def _gradients_of_keys(call: _Attention, start: int, length: int, merged: Sequence[Tensor]) -> tuple[Any, ...]:
-    query, key, value = call["query"], torch.zeros_like(call["key"]), torch.zeros_like(call["value"])
-    count = query.shape[2]
-    of_queries = merged[0].clone() if merged else torch.zeros_like(query, dtype=call["logsumexp"].dtype)
-    parts = call.of_queries(count - length, count).parts(start) if length else ()
-    for first, end, (of_query, of_key, of_value, *_) in parts:
-        of_queries[:, :, count - length :] += of_query
-        key.narrow(-2, first, end - first).copy_(of_key)
-        value.narrow(-2, first, end - first).copy_(of_value)
-        del of_query, of_key, of_value
-    return of_queries, key, value
+def _by_mask(call: _Attention, part: tuple[Any, ...], most: Tensor) -> tuple[Any, ...]:
+    """Results of a call with some columns of a mask, with the logarithms of the sums that merge exactly. Of rows that
+    see none of these keys, kernels return any number. Where a row has large negative numbers alone, as `finfo.min`,
+    scores are rounded away beside them, and the keys with the largest count alike.
+    """
+    mask, (out, sums, *others) = call["attn_bias"] if call["attn_mask"] is None else call["attn_mask"], part
+    lowest, drowned = torch.finfo(mask.dtype).min, _drowns(most, sums)
+    keys = (mask < torch.where(drowned, most, lowest).clamp(min=lowest)).logical_not().sum(-1, keepdim=True)
+    logs = torch.where(drowned | (keys == 0), keys.to(sums.dtype).log(), sums.reshape(*out.shape[:3], 1))
+    return (out.masked_fill(keys == 0, 0), logs.reshape(sums.shape), *others)
+
+
+def _drowns(most: Tensor, sums: Tensor) -> Tensor:
+    return most < -64 / torch.finfo(sums.dtype).eps
+
+
+def _gradients_of_keys(
+    call: _Attention, start: int, length: int, merged: Sequence[Tensor], most: Tensor | None
+) -> tuple[Any, ...]:
+    count, sums = call["query"].shape[2], call["logsumexp"]
+    of_queries = merged[0].clone() if merged else torch.zeros_like(call["query"], dtype=sums.dtype)
+    if not length:
+        return of_queries, torch.zeros_like(call["key"]), torch.zeros_like(call["value"])
+    if most is not None:  # as one call returns them
+        logs = torch.where(
+            _drowns(most, sums), most.masked_fill(most == -torch.inf, 0), sums.reshape(*sums.shape[:3], 1)
+        )
+        call = call.changed(logsumexp=logs.to(sums.dtype).reshape(sums.shape))
+    of_some, *of_keys = _backward(call.of_queries(count - length, count), start, length)
+    of_queries[:, :, count - length :] += of_some
+    return of_queries, *of_keys[:2]
