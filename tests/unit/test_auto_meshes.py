@@ -94,8 +94,8 @@ def test_all_candidates_share_sequences_on_a_mesh_with_that_axis() -> None:
     assert len(search.rows) > 4
     assert all("context parallel on cp" in row.name and row.batches == 2 for row in search.rows)
     assert len({row.name for row in search.rows}) == len(search.rows)
-    assert auto.base(mesh).context is not None
-    assert auto.base(ws.Mesh("dp=4")).context is None
+    assert auto.base(mesh).of(ws.ContextParallel)
+    assert auto.base(ws.Mesh("dp=4")).of(ws.ContextParallel) == []
 
 
 def test_meshes_where_something_fits_come_first() -> None:

@@ -3,6 +3,7 @@
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -210,8 +211,46 @@ RING = ws.ContextParallel(method="ring")
 def test_composes(mesh: str, parallel: Any) -> None:
     planned = _same(_one(lambda: Attends(MASKS["causal"]), 4, 8), mesh, parallel).plan
     assert planned.strategies is not None
-    assert planned.strategies.context is not None
-    assert bool(planned.options.balanced) == bool(planned.strategies.context.balance)
+    assert bool(planned.options.balanced) == any(c.balance for c in planned.strategies.of(ws.ContextParallel))
+
+
+def _two_axes(outer: Any, inner: Any, **options: Any) -> list[ws.ContextParallel]:
+    return [ws.ContextParallel(method=outer, **options), ws.ContextParallel("inner", method=inner)]
+
+
+@pytest.mark.usual(
+    "7-documents-ring-heads-3", "12-window-auto-heads-2", "3-causal-gather-heads-3", "7-bias-auto-auto-2"
+)
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("outer", "inner"),
+    [("ring", "heads"), ("gather", "heads"), ("auto", "heads"), ("gather", "gather"), ("auto", "auto")],
+)
+@pytest.mark.parametrize("mask", ["causal", "documents", "window", "bias"])
+@pytest.mark.parametrize("length", [12, 7, 3])
+def test_two_axes_share_the_tokens(length: int, mask: str, outer: str, inner: str, ranks: int) -> None:
+    """Heads inside a node (8 messages: queries, keys, values and the result, forward and backward), keys of other nodes
+    by another method, also those of a window alone.
+    """
+    one = _one(lambda: Attends(MASKS[mask]), 2, length)
+    comparison = _same(one, f"cp={ranks},inner=2", _two_axes(outer, inner))
+    assert not comparison.plan.repeated
+    if inner == "heads" and (length > 3 or mask in ("causal", "documents")):
+        of_keys = 2 if mask in ("window", "bias") else 3 * (ranks - 1) if outer == "ring" else 0
+        assert (
+            comparison.local.collectives()["all_to_all"].count == 8 + of_keys
+        )  # by heads: queries, keys, values, result
+
+
+@pytest.mark.parametrize("balance", [True, None])
+def test_two_axes_compose(balance: bool | None) -> None:
+    both, one = _two_axes("ring", "heads", balance=balance), _one(lambda: Attends(MASKS["causal"]), 4, 13)
+    staged: list[ws.Strategy] = [replace(part, style="replicate") for part in both]
+    _same(one, "inner=2,cp=3", both)
+    _same(one, "dp=2,cp=2,inner=2", [DATA, *both])
+    _same(one, "pp=2,cp=2,inner=2", [*staged, ws.Pipeline(micro_batches=2)])
+    planned = _same(one, "cp=3,inner=2", [*both, ws.MicroBatches(2)]).plan
+    assert bool(planned.options.balanced) == bool(balance)
 
 
 class Predicts(nn.Module):
@@ -258,6 +297,14 @@ def _predict(
 def test_a_part_of_a_sequence_as_long_as_another_dim(length: int) -> None:
     one = _one(Predicts, 2, length, partial(_predict, PARTS["all but the last"]))
     assert not _same(one, "cp=2", ws.ContextParallel(method="gather")).plan.repeated
+
+
+@pytest.mark.parametrize("part", ["all but the last", "of the ids"])
+def test_a_part_of_the_tokens_of_two_axes(part: str) -> None:
+    """Ranks of the outer axis send each other what is in other pieces; those of the inner one repeat the loss of it."""
+    one = _one(Predicts, 2, 11, partial(_predict, PARTS[part]))
+    planned = _same(one, "cp=2,inner=2", _two_axes("ring", "heads")).plan
+    assert [work.axis for work in planned.repeated] == ["inner"] * (part != "of the ids")
 
 
 @pytest.mark.usual(
@@ -509,7 +556,7 @@ def test_what_is_sent_is_printed() -> None:
         plan = ws.plan(one.capture.graph, "cp=2", ws.ContextParallel(method=cast(Any, method)))
         (sent[taken],) = (note for note in plan.notes if "calls of attention" in note)
         assert f"  note: {sent[taken]}" in str(plan)
-        assert sent[taken].startswith(f"1 calls of attention by {taken}: a rank sends for each ")
+        assert sent[taken].startswith(f"1 calls of attention along cp by {taken}: a rank sends for each ")
     keys, queries = length * 2 * KEY_HEADS * WIDTH * size, length * HEADS * WIDTH * size
     each = {"gather": keys, "ring": 3 * keys // 2, "heads": (keys + 2 * queries) // 2, "window": 2 * keys * 2 // length}
     texts = ", ".join(f"{human(count)} by {method}" for method, count in each.items())
@@ -642,23 +689,12 @@ def cuda_kernels() -> Iterator[None]:
 def test_cuda_kernels_of_a_piece_of_the_queries(causal: bool, queries: int) -> None:
     """What ranks call in place of the op, put together, is what the op returns."""
     q, k, v, grad = (torch.randn(2, 3, queries, 8) for _ in range(4))
-    flash: tuple[Any, Any] = aten._scaled_dot_product_flash_attention.default, (0.0, causal, False)
-    efficient: tuple[Any, Any] = aten._scaled_dot_product_efficient_attention.default, (None, True, 0.0, causal)
-    for op, options in (flash, efficient):
-        out, sums, *others = op(q, k, v, *options)
-        if op is flash[0]:
-            backward, operands = aten._scaled_dot_product_flash_attention_backward.default, [out, sums, *others[:2]]
-            rest = [queries, queries, 0.0, causal, others[4], others[5]]
-        else:
-            backward, operands = aten._scaled_dot_product_efficient_attention_backward.default, [None, out, sums]
-            rest = [*others, 0.0, [True] * 3 + [False], causal]
-        gradients = backward(grad, q, k, v, *operands, *rest)
-        for piece, whole in zip(_in_pieces(op, [q, k, v, *options], [0]), (out,), strict=False):
-            torch.testing.assert_close(piece, whole)
-        args = [grad, q, k, v, *operands, *rest]
-        cut = [0, 1, *(i for i, a in enumerate(args) if a is out or a is sums)]
-        for piece, whole in zip(_in_pieces(backward, args, cut, of=q), gradients[:3], strict=False):
-            torch.testing.assert_close(piece, whole)
+    op: Any = aten._scaled_dot_product_flash_attention.default
+    backward: Any = aten._scaled_dot_product_flash_attention_backward.default
+    out, sums, *others = op(q, k, v, 0.0, causal, False)
+    torch.testing.assert_close(_in_pieces(op, [q, k, v, 0.0, causal, False], [0]), [out])
+    args = [grad, q, k, v, out, sums, *others[:2], queries, queries, 0.0, causal, others[4], others[5]]
+    torch.testing.assert_close(_in_pieces(backward, args, [0, 1, 4, 5], of=q), list(backward(*args)[:3]))
 
 
 @pytest.mark.usefixtures("cuda_kernels")
@@ -716,20 +752,17 @@ def test_the_kernel_that_pads_its_sums(length: int) -> None:
 
 
 def _in_pieces(op: Any, args: list[Any], cut: list[int], of: Tensor | None = None) -> list[Tensor]:
-    """Results of ranks together: pieces of what has queries, sums of the gradients of keys and values. Of kernels whose
-    sums are not padded, the first rank has two ranges, and one none.
+    """Results of ranks together: pieces of what has queries, sums of the gradients of keys and values. A rank has two
+    ranges, and one none.
     """
     count, starts, returned = args[cut[0]].shape[2], [0, 2, 5], list[Any]()
-    ends, several = [*starts[1:], count], "flash" in str(op)
-    for start, end in zip(starts, ends, strict=True):
+    for start, end in zip(starts, [*starts[1:], count], strict=True):
         local = [a[:, :, start:end].clone() if i in cut else a for i, a in enumerate(args)]
         middle = (start + end) // 2
-        ranges = ([start, middle], [middle - start, end - middle]) if several else (start, end - start)
-        returned.append(query_piece(op)(*ranges, *local))
-    if several:
-        none = query_piece(op)([3, 9], [0, 0], *(a[:, :, :0].clone() if i in cut else a for i, a in enumerate(args)))
-        assert none[0].shape[2] == 0
-        assert of is None or not torch.stack(none[1:3]).any()
+        returned.append(query_piece(op)([start, middle], [middle - start, end - middle], *local))
+    none = query_piece(op)([3, 9], [0, 0], *(a[:, :, :0].clone() if i in cut else a for i, a in enumerate(args)))
+    assert none[0].shape[2] == 0
+    assert of is None or not torch.stack(none[1:3]).any()
     by_query = torch.cat([r[0] for r in returned], 2)
     return [by_query] if of is None else [by_query, *(torch.stack([r[i] for r in returned]).sum(0) for i in (1, 2))]
 
@@ -806,7 +839,7 @@ def test_what_is_refused() -> None:
         ("cp=2", ws.ContextParallel(input_dim=2), r"no tensor of the batch has dim 2 \(x \[2, 8\]\)"),
         ("cp=2", ws.DataParallel(), "axis 'cp' is used by DataParallel"),
         ("dp=2,cp=2", ws.DataParallel(axis="dp"), "axis 'cp' is used by no strategy"),
-        ("a=2,cp=2", [ws.ContextParallel("a"), ws.ContextParallel()], "two ContextParallel strategies"),
+        ("cp=2", [ws.ContextParallel(), ws.ContextParallel()], "axis 'cp' is used by ContextParallel and by"),
     ]
     for mesh, parallel, text in cases:
         with pytest.raises(PlanError, match=text):

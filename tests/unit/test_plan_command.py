@@ -159,7 +159,7 @@ def test_how_tokens_meet(method: str) -> None:
     model = ["--hf", "llama-3-8b", "--layers", "1", "--seq", "8", "--mesh", "cp=2", "--optimizer", "sgd"]
     code, text = run(*model, "--cp", method)
     assert code == 0, text
-    assert f"note: 1 calls of attention by {method}: a rank sends" in text
+    assert f"note: 1 calls of attention along cp by {method}: a rank sends" in text
 
 
 @NEEDS_HF

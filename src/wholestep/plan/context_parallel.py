@@ -1,4 +1,4 @@
-"""Context parallelism: ranks of one axis share the tokens of each sequence."""
+"""Context parallelism: ranks of one axis, or of several, share the tokens of each sequence."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from ..graph.nodes import node_at, operands
 from ..graph.op_kinds import VIEWS, arithmetic, packet_name
 from ..graph.text import human, op_name
 from ..layout import AxisState
-from ..mesh import Mesh
+from ..mesh import TIME, Mesh
 from ..rules.find_rule import find_rule
 from ..rules.registry import draws
 from ..rules.rule import Group
@@ -62,6 +63,8 @@ class ContextParallel(OneAxis):
         >>> step = ws.compile(train_step, mesh="cp=4", parallel=ws.ContextParallel())
         >>> both = [ws.DataParallel("fully_shard", axis="dp"), ws.ContextParallel()]
         >>> step = ws.compile(train_step, mesh="dp=2,cp=4", parallel=both)
+        >>> nodes = [ws.ContextParallel(method="ring"), ws.ContextParallel("inner", method="heads")]
+        >>> step = ws.compile(train_step, mesh="cp=4,inner=8", parallel=nodes)
     """
 
     axis: str = "cp"
@@ -197,29 +200,31 @@ class ContextParallel(OneAxis):
                 cure = "use scaled_dot_product_attention, or method='gather'"
                 warnings.warn(f"{problem}: {where}; {cure}", stacklevel=2)
 
-    def notes(self, graph: TrainGraph, mesh: Mesh) -> tuple[str, ...]:
-        """What a rank sends for calls of attention, forward and backward, by their method and by others."""
+    def notes(self, graph: TrainGraph, mesh: Mesh, decisions: Mapping[str, Decision]) -> tuple[str, ...]:
+        """What a rank sends for calls of attention, forward and backward, by their method and by others: of what it has
+        by the other axes.
+        """
         parts, pinned, counts = mesh.axis_size(self.axis), self.pins(graph, mesh).op_strategies, Counter[str]()
         lengths, _ = self._lengths(graph, mesh)
         for node, group in _attention(graph) if parts > 1 else ():
-            query, *keys = operands(node)[:3]
-            tokens = meta.one_tensor(query).shape[2]
+            sizes = [meta.size_bytes(operand) for operand in operands(node)[:3]]
+            tokens = meta.one_tensor(operands(node)[0]).shape[2]
             if (operation := arithmetic(node.target)) is None or operation.backward or tokens not in lengths:
                 continue
-            near, size = (
-                near_tokens(node, parts) if _QUERIES in group.factors else None,
-                sum(map(meta.size_bytes, keys)),
-            )
-            sent = {"gather": 2 * size * (parts - 1) // parts, "ring": 3 * size * (parts - 1) // parts}
+            near = near_tokens(node, parts) if _QUERIES in group.factors else None
+            axes, of_key = (*decisions[node.name].operands[0].dims[2], self.axis), decisions[node.name].operands[1]
+            others = {*axes[: axes.index(self.axis)], *chain(*of_key.dims)} - {self.axis, TIME}
+            both, queries = (s // prod(map(mesh.axis_size, others)) for s in (sum(sizes[1:]), sizes[0]))
+            sent = {"gather": 2 * both * (parts - 1) // parts, "ring": 3 * both * (parts - 1) // parts}
             if _QUERIES not in group.factors:  # all ranks have all of them, and of the gradients of what they give
-                sent = {"gather": (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts}
+                sent = {"gather": (both + 2 * queries) * (parts - 1) // parts}
             if _HEADS in group.factors and group.splits(_HEADS, (parts,)):
-                sent["heads"] = 2 * (size + 2 * meta.size_bytes(query)) * (parts - 1) // parts**2
-            sent |= {} if near is None else {"window": 2 * size * near // int(tokens)}
+                sent["heads"] = 2 * (both + 2 * queries) * (parts - 1) // parts**2
+            sent |= {} if near is None else {"window": 2 * both * near // int(tokens)}
             (name,) = pinned.get(node.name, {}).get(self.axis, ("gather",))[:1]
             taken = {RING: "ring", NEAR: "window"}.get(name, "heads" if name.startswith("cut") else "gather")
             texts = ", ".join(f"{human(count)} by {method}" for method, count in sent.items())
-            counts[f"of attention by {taken}: a rank sends for each {texts}"] += 1
+            counts[f"of attention along {self.axis} by {taken}: a rank sends for each {texts}"] += 1
         return tuple(f"{count} calls {text}" for text, count in counts.items())
 
     def describe(self, mesh: Mesh) -> str:

@@ -24,6 +24,7 @@ from ..hardware.presets import one_host
 from ..layout import REPLICATED, Layout, replicated
 from ..mesh import Mesh
 from .balanced_queries import balanced
+from .context_parallel import ContextParallel
 from .data_parallel import DataParallel
 from .decision import Decision, Options
 from .for_pieces import for_pieces
@@ -93,10 +94,10 @@ def make_plan(
     reduce_dtype = str(precision.reduce).removeprefix("torch.") if precision and precision.reduce else None
     each = mesh.pieces > 1 and options.kind.shards_gradients
     order = strategies.pipeline.schedule if strategies.pipeline else ""
-    along, context = strategies.regathered_along(mesh), strategies.context
-    exchanged: tuple[str, ...] = ()
-    if context is not None:
-        decisions, exchanged = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
+    along, exchanged, sent = strategies.regathered_along(mesh), tuple[str, ...](), tuple[str, ...]()
+    for context in strategies.of(ContextParallel):
+        decisions, calls = balanced(planned, decisions, mesh, hardware, context.axis, context.balance)
+        exchanged, sent = exchanged + calls, sent + context.notes(planned, mesh, decisions)
     chosen = Options(
         keep, reduce_dtype, options.broadcast_buffers, options.regathered, each, order, along, exchanged,
         strategies.experts is None or strategies.experts.host_reads,
@@ -104,7 +105,7 @@ def make_plan(
     notes = differences(graph) if per_rank else ()
     if strategies.experts is not None:
         notes += strategies.experts.notes(start.graph, planned, mesh, strategies.own_batches(mesh))
-    notes += context.notes(planned, mesh) if context is not None else ()
+    notes += sent
     stage_axis = strategies.pipeline.axis if strategies.pipeline else ""
     shared = [a.name for a in mesh.of_ranks.axes if a.size > 1 and a.name != stage_axis]
     repeated = repeated_work(planned, decisions, rest, shared)

@@ -394,17 +394,20 @@ class _CallOnAxis:
 
     def _pinned(self, number: int, group: Group) -> OpStrategy | None:
         """The op strategy that is pinned; None if none is, or if it is not possible."""
-        names = self.run.situation.pins.op_strategies.get(self.node.name, {}).get(self.axis, ())
-        name = names[number] if number < len(names) else ""
+        pins = self.run.situation.pins.op_strategies.get(self.node.name, {})
+        name = next(iter(pins.get(self.axis, ())[number:]), "")
         strategy = (part_of(self.node) or (None,))[0] if name == PART else named(self.rule, group, name)
         if strategy is None or any(_lost(self.states[i], s) for i, s in strategy.takes.items()):
             return None
         if name == PART and self.states[0].kind == "S" and self.states[0] != strategy.takes[0]:
             return None  # a dim as long as the sequence
-        if name in (NEAR, PART):
+        if name == PART and self.axis != next(axis for axis, names in pins.items() if PART in names):
+            return None  # ranks of one axis send each other what is in other pieces
+        if name == NEAR:
             cuts = (self.run.layouts[n][0].dims[strategy.takes[i].dim] for i, n in enumerate(self.inputs[:3]))
-            if any(len(cut) > 1 for cut in cuts):
-                return None  # other axes share these tokens too
+            others = {axis for cut in cuts for axis in cut} - {self.axis}
+            if any(not pins.get(axis, ("",))[0].startswith("cut ") for axis in others):
+                return None  # they share these tokens too
         return strategy if self._splits(number, group, strategy.factor) else None
 
     def _cheapest(self, number: int, group: Group) -> OpStrategy:

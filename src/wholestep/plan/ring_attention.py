@@ -135,6 +135,7 @@ def ring_of(node: Node, decision: Decision, mesh: Mesh) -> Ring | None:
     axis, how = cut[0], "in a ring" if reach is None else "to keys that are near by a mask"
     if {cut, decision.operands[query].dims[2]} != {(axis,)}:
         problem = f"%{node.name} attends {how}, and other axes than {axis} share its tokens too"
-        raise PlanError(problem, f"tokens that {axis} alone shares", "give method='gather'", meta.source_line(node))
+        next_step = "give method='gather', or method='heads' along the others"
+        raise PlanError(problem, f"tokens that {axis} alone shares", next_step, meta.source_line(node))
     numbers = mesh.axis_size(axis), call.shape(query)[2], call.shape(query + 1)[2], query + 1
     return Ring(axis, *numbers, bool(call.argument("is_causal")), operation.backward, reach, mask or 0)

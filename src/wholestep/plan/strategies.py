@@ -48,14 +48,9 @@ class Strategies:
         return next(iter(self.of(DataParallel)), None)
 
     @property
-    def context(self) -> ContextParallel | None:
-        """The strategy whose ranks share tokens."""
-        return next(iter(self.of(ContextParallel)), None)
-
-    @property
     def options(self) -> DataParallel:
         """Options of the data-parallel strategy, or the defaults."""
-        style = self.context.style if self.context else None
+        style = next((part.style for part in self.of(ContextParallel)), None)
         return self.data or DataParallel(style or "replicate", axis=(), semantics="global")
 
     def storage_axes(self, mesh: Mesh) -> tuple[str, ...]:
@@ -64,8 +59,8 @@ class Strategies:
 
     def given_whole(self, axis: str) -> bool:
         """True if each rank along an axis that cuts the batch is given all of it, and takes its part."""
-        part = self.context if self.context is not None and axis == self.context.axis else self.options
-        return part.inputs == "global"
+        parts = [part for part in self.of(ContextParallel) if part.axis == axis]
+        return (*parts, self.options)[0].inputs == "global"
 
     @property
     def micro_batches(self) -> MicroBatches | None:
@@ -307,7 +302,6 @@ def compose(parallel: Strategy | Sequence[Strategy] | Strategies | None) -> Stra
 
 _ONE_OF: dict[type[Strategy], tuple[str, str]] = {
     DataParallel: ("one, over one or several axes", "pass one with axis=(...)"),
-    ContextParallel: ("one, over one axis", "pass one"),
     ExpertParallel: ("one, over one axis", "pass one"),
     MicroBatches: ("one number of pieces", "pass one with the product of both"),
     Pipeline: ("one axis of stages", "pass one, with chunks= for several a rank"),

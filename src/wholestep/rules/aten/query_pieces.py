@@ -21,6 +21,7 @@ from ..dsl import called
 from ..rule import COUNT_OPERANDS
 
 _OF_QUERIES = ("query", "out", "grad_out", "grad_out_", "logsumexp")
+_DROWNS = -64  # by a number further below, a mask rounds scores away: over the precision of the sums
 
 
 @cache
@@ -52,10 +53,9 @@ def key_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
         hidden = 0 if keys is None else call["key"].shape[2] - keys
         near = call.changed(**{name: call[name][:, :, :keys] for name in ("key", "value")}) if hidden else call
         first, *others = run(near, start, length, merged, most)
-        first = first.to(torch.promote_types(first.dtype, torch.float32))
         if run is _gradients_of_keys and hidden:
             others = [torch.nn.functional.pad(gradient, (0, 0, 0, hidden)) for gradient in others]
-        return first, *others
+        return first.to(torch.promote_types(first.dtype, torch.float32)), *others
 
     COUNT_OPERANDS.add(of_keys)
     return called(of_keys, op, "of_keys")
@@ -125,10 +125,8 @@ class _Attention:
 def _forward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
     query = call["query"]
     results = [_merged_with_keys(part, first, part["query"].shape[2]) for first, part in call.ranges(start, length)]
-    if not isinstance(length, list):
-        return (results[0][0].to(query.dtype), *results[0][1:])
-    joined = [torch.cat([returned[place] for returned in results], 2)[:, :, : query.shape[2]] for place in (0, 1)]
-    return (joined[0].to(query.dtype), joined[1], *results[-1][2:])
+    out, sums = results[0][:2] if len(results) == 1 else (torch.cat([r[place] for r in results], 2) for place in (0, 1))
+    return (out[:, :, : query.shape[2]].to(query.dtype), sums[:, :, : query.shape[2]], *results[-1][2:])
 
 
 def _backward(call: _Attention, start: Any, length: Any) -> tuple[Any, ...]:
@@ -153,18 +151,15 @@ def _merged_with_keys(
     query, count = call["query"], call["query"].shape[2]
     parts = [part for *_, part in call.of_queries(count - length, count).parts(start)] if length else []
     parts = [_by_mask(call, part, most) for part in parts] if most is not None else parts
-    others: Sequence[Any] = parts[-1][2:] if parts else ()
+    out, sums, *others = parts[0] if parts else next(call.on_zeros("query", "key", "value").parts(0))[2]
     if merged:
         out, sums = (tensor.clone() for tensor in merged)
     elif parts and length == count:
-        (out, sums, *_), *parts = cast("list[tuple[Tensor, Tensor]]", parts)
-        out = out.to(sums.dtype) if parts else out
+        out, parts = out.to(sums.dtype) if parts[1:] else out, parts[1:]
     else:
-        first = parts or [part for *_, part in call.on_zeros("query", "key", "value").parts(0)]
-        one, sum_of_one, *others = first[0]
-        shape = (one.shape[0], count, one.shape[1], one.shape[3])
-        out = torch.zeros(shape, dtype=sum_of_one.dtype, device=query.device).transpose(1, 2)
-        sums = sum_of_one.new_full((*sum_of_one.shape[:2], count, *sum_of_one.shape[3:]), -torch.inf)
+        shape = (out.shape[0], count, out.shape[1], out.shape[3])
+        out = torch.zeros(shape, dtype=sums.dtype, device=query.device).transpose(1, 2)
+        sums = sums.new_full((*sums.shape[:2], count, *sums.shape[3:]), -torch.inf)
     here, logs = out[:, :, count - length :], sums[:, :, count - length :]
     for part, sums_of_part, *_ in parts:
         total = torch.logaddexp(logs, sums_of_part)
@@ -181,14 +176,10 @@ def _by_mask(call: _Attention, part: tuple[Any, ...], most: Tensor) -> tuple[Any
     scores are rounded away beside them, and the keys with the largest count alike.
     """
     mask, (out, sums, *others) = call["attn_bias"] if call["attn_mask"] is None else call["attn_mask"], part
-    lowest, drowned = torch.finfo(mask.dtype).min, _drowns(most, sums)
+    lowest, drowned = torch.finfo(mask.dtype).min, most < _DROWNS / torch.finfo(sums.dtype).eps
     keys = (mask < torch.where(drowned, most, lowest).clamp(min=lowest)).logical_not().sum(-1, keepdim=True)
     logs = torch.where(drowned | (keys == 0), keys.to(sums.dtype).log(), sums.reshape(*out.shape[:3], 1))
     return (out.masked_fill(keys == 0, 0), logs.reshape(sums.shape), *others)
-
-
-def _drowns(most: Tensor, sums: Tensor) -> Tensor:
-    return most < -64 / torch.finfo(sums.dtype).eps
 
 
 def _gradients_of_keys(
@@ -199,9 +190,8 @@ def _gradients_of_keys(
     if not length:
         return of_queries, torch.zeros_like(call["key"]), torch.zeros_like(call["value"])
     if most is not None:  # as one call returns them
-        logs = torch.where(
-            _drowns(most, sums), most.masked_fill(most == -torch.inf, 0), sums.reshape(*sums.shape[:3], 1)
-        )
+        drowned = most < _DROWNS / torch.finfo(sums.dtype).eps
+        logs = most.nan_to_num(neginf=0).where(drowned, sums.reshape(*sums.shape[:3], 1))
         call = call.changed(logsumexp=logs.to(sums.dtype).reshape(sums.shape))
     of_some, *of_keys = _backward(call.of_queries(count - length, count), start, length)
     of_queries[:, :, count - length :] += of_some
