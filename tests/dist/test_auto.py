@@ -12,6 +12,7 @@ import wholestep as ws
 from tests.dist.compare import whole
 from tests.dist.launch import run_ranks
 from tests.steps import sum_from_one as train
+from tests.unit.test_tile_rows import LOSSES, make, one_device, step_of, tiles
 from wholestep.runtime.step import CompiledStep
 
 FAST = ws.Hardware.measured(link_us=1.0, link_bytes_per_us=1e6)
@@ -93,6 +94,35 @@ def test_a_budget_is_kept_by_computing_again() -> None:
     for peak, again, _ in run_ranks(_under, 2, int(free[0] * 0.9)):
         assert peak <= int(free[0] * 0.9) < free[0]
         assert again > 0
+
+
+def _tiled(rank: int, world: int, folder: str) -> tuple[int, list[int], str, float]:
+    torch.set_default_dtype(torch.float64)
+    one, loss_of = one_device("mean", 4, 64), step_of(LOSSES["mean"])
+    data = ws.DataParallel(semantics="global")
+    auto = ws.Auto(600_000, FAST, data=data, styles=("zero1",), solve=False)
+    (model, optimizer), (other, plain), worst = make(), make(), 0.0
+    step = ws.compile(loss_of, parallel=auto, schedule=ws.Schedule(FAST), cache=folder)
+    for x, y in one.batches:
+        loss = step(model, optimizer, x.chunk(world)[rank], y.chunk(world)[rank])
+        worst = max(worst, (loss - loss_of(other, plain, x, y)).abs().item())
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        worst = max(worst, (whole(a) - b).abs().max().item())
+    assert step.local_graph is not None
+    assert step.plan is not None
+    return ws.peak_memory(step.local_graph).size_bytes, tiles(step.local_graph), str(step.plan.notes), worst
+
+
+@pytest.mark.full
+def test_ranks_tile_alike_where_nothing_else_fits(tmp_path: Path) -> None:
+    """A cold start and a warm one, each rank with rows of its own, of which other numbers of labels count."""
+    for _ in ("cold", "warm"):
+        (peak, of_first, notes, worst), second = run_ranks(_tiled, 2, str(tmp_path))
+        assert second[:3] == (peak, of_first, notes)
+        assert peak <= 600_000
+        assert of_first
+        assert min(of_first) > 1
+        assert max(worst, second[3]) < 1e-10
 
 
 def _refused(rank: int, world: int, budget: int) -> str:

@@ -725,6 +725,46 @@ def test_cuda_kernels_of_a_piece_of_the_keys(causal: bool) -> None:
     torch.testing.assert_close([of_keys, of_values], list(expected[1:3]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [name for name in MASKS if name not in ("none", "causal")])
+def test_masks_in_low_precision(name: str, dtype: torch.dtype) -> None:
+    """By pieces of the keys, of which one is empty, results are as near to those in double precision as of one call."""
+    count, mask = 24, torch.as_tensor(MASKS[name](24)["attn_mask"])
+    mask = torch.where(mask, 0.0, -torch.inf) if mask.dtype is torch.bool else mask.clamp(min=torch.finfo(dtype).min)
+    bias = (mask if name != "bias" else _biased(count)).expand(2, HEADS if mask.dim() > 2 else 1, count, count)
+    q, k, v, grad = (torch.randn(2, HEADS, count, 16) for _ in range(4))
+    op: Any = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+    def at_once(dtype: torch.dtype) -> list[Tensor]:
+        queries, keys, values, grads, scores = (t.to(dtype) for t in (q, k, v, grad, bias))
+        out, sums = op(queries, keys, values, 0.0, False, attn_mask=scores)
+        gradients = backward(grads, queries, keys, values, out, sums, 0.0, False, attn_mask=scores)
+        return [t.double() for t in (out, *gradients[:3])]
+
+    def by_pieces(ends: list[int]) -> list[Tensor]:
+        queries, keys, values, grads, scores = (t.to(dtype) for t in (q, k, v, grad, bias))
+        most, spans = scores.amax(-1, keepdim=True), list(zip([0, *ends], ends, strict=False))
+        pieces = [(keys[:, :, a:b], values[:, :, a:b], scores[..., a:b].contiguous()) for a, b in spans]
+        merged, of_queries, of_keys, of_values = (list[Tensor]() for _ in range(4))
+        for key, value, there in pieces:
+            options: Any = {"attn_mask": there, "merged": merged, "most": most}
+            merged = list(key_piece(op)(0, count, queries, key, value, 0.0, False, **options)[:2])
+        for key, value, there in pieces:
+            options = {"attn_mask": there, "merged": of_queries, "most": most}
+            args = grads, queries, key, value, merged[0].to(dtype), merged[1], 0.0, False
+            of_query, *others = key_piece(backward)(0, count, *args, **options)[:3]
+            of_queries, of_keys, of_values = [of_query], [*of_keys, others[0]], [*of_values, others[1]]
+        return [t.double() for t in (merged[0], of_queries[0], torch.cat(of_keys, 2), torch.cat(of_values, 2))]
+
+    q, k, v, grad = (t.to(dtype).double() for t in (q, k, v, grad))
+    for expected, near, joined in zip(
+        at_once(torch.float64), at_once(dtype), by_pieces([7, 7, 20, count]), strict=True
+    ):
+        assert not expected.isnan().any()
+        assert (joined - expected).abs().max() <= 4 * (near - expected).abs().max() + torch.finfo(dtype).eps
+
+
 class Padding(nn.Module):
     """Attention by the memory-efficient kernel, whose sums of pieces are no pieces of the sums."""
 

@@ -52,7 +52,8 @@ def key_piece(op: Any) -> Callable[..., tuple[Any, ...]]:
         call = _Attention(op, args, kwargs)
         hidden = 0 if keys is None else call["key"].shape[2] - keys
         near = call.changed(**{name: call[name][:, :, :keys] for name in ("key", "value")}) if hidden else call
-        first, *others = run(near, start, length, merged, most)
+        wide = None if most is None else most.to(torch.promote_types(most.dtype, torch.float32))
+        first, *others = run(near, start, length, merged, wide)
         if run is _gradients_of_keys and hidden:
             others = [torch.nn.functional.pad(gradient, (0, 0, 0, hidden)) for gradient in others]
         return first.to(torch.promote_types(first.dtype, torch.float32)), *others
