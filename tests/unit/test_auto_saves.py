@@ -87,6 +87,7 @@ def test_tiles_where_nothing_else_fits() -> None:
     assert ws.Plan.from_json(explained(search).to_json()).objective == explained(search).objective
 
 
+@pytest.mark.usual("1000000000.0")
 @pytest.mark.parametrize("bytes_per_us", [1e9, 1.0])
 def test_the_host_where_its_link_is_fast(bytes_per_us: float) -> None:
     """And recomputation where it is slow."""

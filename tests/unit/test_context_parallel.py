@@ -242,6 +242,7 @@ def test_two_axes_share_the_tokens(length: int, mask: str, outer: str, inner: st
         )  # by heads: queries, keys, values, result
 
 
+@pytest.mark.usual("True")
 @pytest.mark.parametrize("balance", [True, None])
 def test_two_axes_compose(balance: bool | None) -> None:
     both, one = _two_axes("ring", "heads", balance=balance), _one(lambda: Attends(MASKS["causal"]), 4, 13)
@@ -725,7 +726,10 @@ def test_cuda_kernels_of_a_piece_of_the_keys(causal: bool) -> None:
     torch.testing.assert_close([of_keys, of_values], list(expected[1:3]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.usual("no keys-float16", "lowest-bfloat16", "bias-float32", "lowest-float16")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["float32", "bfloat16", "float16"]
+)
 @pytest.mark.parametrize("name", [name for name in MASKS if name not in ("none", "causal")])
 def test_masks_in_low_precision(name: str, dtype: torch.dtype) -> None:
     """By pieces of the keys, of which one is empty, results are as near to those in double precision as of one call."""
