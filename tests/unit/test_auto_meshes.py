@@ -77,7 +77,7 @@ def _reading() -> OneDevice:
 def test_ranks_share_sequences_where_a_whole_one_does_not_fit() -> None:
     one, budget = _reading(), 1_400_000
     graph = one.capture.graph
-    without = ws.Auto(budget, NODES, recompute=False, solve=False)
+    without = ws.Auto(budget, NODES, recompute=False, solve=False, saves=False)
     with pytest.raises(ws.PlanError, match="no plan fits"):
         without.search(graph, "auto=4")
     search = replace(without, context=ws.ContextParallel()).search(graph, "auto=4")
@@ -156,8 +156,8 @@ def test_a_faster_plan_is_made_to_fit_though_a_slower_one_does() -> None:
     graph, hardware = wide(64), ws.Hardware.measured(link_us=5_000.0, link_bytes_per_us=1e6)
     free = ws.Auto(hardware=hardware).search(graph, "dp=4")
     budget = free.best.needs_bytes - 1
-    plain = ws.Auto(budget, hardware, recompute=False).search(graph, "dp=4")
-    made = ws.Auto(budget, hardware).search(graph, "dp=4")
+    plain = ws.Auto(budget, hardware, recompute=False, saves=False).search(graph, "dp=4")
+    made = ws.Auto(budget, hardware, saves=False).search(graph, "dp=4")
     assert made.best.needs_bytes <= budget
     assert made.best.rematerialized
     assert made.best.batch_s < plain.best.batch_s
