@@ -141,8 +141,9 @@ def _fails(case: OpCase, bound: BoundRule, mutant: _Mutant) -> bool | None:
         new = [(g, t) for g, group in enumerate(changed.groups) for t in group.partial if (g, t) not in old]
         tried = [check_pass(case, changed.groups[g], t, op) for g, t in new for op in sorted(t.ops)]
         return None if case.random or all(t is None for t in tried) else any(tried)
-    known = {_claim(case, bound, way) for way in ways(case, bound, two_axes=False)}
-    new = [way for way in ways(case, changed, two_axes=False) if _claim(case, changed, way) not in known]
+    known = {_claim(case, bound, way) for way in ways(case, bound)}
+    claims = (way for way in ways(case, changed) if len(way.mesh.axes) == 1)
+    new = [way for way in claims if _claim(case, changed, way) not in known]
     claimed = [way for way in new if _is_cut(case, way)]
     return any(check_way(case, changed, way) for way in claimed) if claimed else None
 

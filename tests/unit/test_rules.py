@@ -95,8 +95,8 @@ def of_no_place(op: str, sample: Sample, wrong: int) -> Iterator[tuple[Any, ...]
     case = case_of(target, sample)
     bound = bind_rule(case.call)
     assert bound is not None
-    for way in ways(case, bound, two_axes=False):
-        if way.factor in bound.local:
+    for way in ways(case, bound):
+        if way.factor in bound.local and len(way.mesh.axes) == 1:
             for rank in range(way.mesh.size):
                 at = way.mesh.coordinate(rank)
                 tensors = zip(tensors_in(args), way.takes, strict=True)

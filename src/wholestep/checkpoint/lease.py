@@ -85,6 +85,7 @@ class Lease:
     number: int
     lost_to: str = ""
     _ended: threading.Event = field(default_factory=threading.Event)
+    _beats: threading.Thread | None = None
 
     def check(self) -> None:
         """Raise CheckpointError if another job has taken over."""
@@ -111,11 +112,14 @@ class Lease:
 
     def start(self) -> None:
         """Send heartbeats from now on."""
-        threading.Thread(target=self._keep, name="wholestep-lease", daemon=True).start()
+        self._beats = threading.Thread(target=self._keep, name="wholestep-lease", daemon=True)
+        self._beats.start()
 
     def release(self) -> None:
         """Let the next job have it at once."""
         self._ended.set()
+        if self._beats is not None:
+            self._beats.join(5.0)  # one that is being written would be left
         with contextlib.suppress(OSError):
             holder = owner_of(_path(self.root, self.number))
             if holder is not None and holder.token == self.owner.token:
