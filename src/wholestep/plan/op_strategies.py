@@ -58,8 +58,8 @@ def through(group: Group, number: int, op: str) -> OpStrategy:
 
 
 def ring(rule: BoundRule, group: Group, name: str = RING) -> OpStrategy | None:
-    """Attention of the queries of a rank, of which each has a piece of keys and values, to those of all ranks, a piece
-    after another, or to those that are near by a mask; None for other ops, and where a mask has a gradient.
+    """Attention where ranks have pieces of queries, keys and values. `RING`: to the keys of one rank after another;
+    `NEAR`: to keys within a window. None for other ops, and where a mask has a gradient.
     """
     base, backward = cut(group, "q"), any("q" not in term for term in group.outputs.values() if len(term) == 4)
     if "q" not in rule.local or (backward and len(group.outputs) > 3):

@@ -44,9 +44,9 @@ def saving_passes(passes: Sequence[Pass], saving: Saving) -> tuple[Pass, ...]:
 
 
 def _behind_recomputation(passes: Sequence[Pass], added: Sequence[Pass]) -> tuple[Pass, ...]:
-    first = next((i for i, one in enumerate(passes) if not isinstance(one, FitMemory | RecomputeLayers)), len(passes))
-    rest = (*added, *passes[first:])
-    return (*(replace(one, after=rest) if isinstance(one, FitMemory) else one for one in passes[:first]), *rest)
+    count = next((i for i, each in enumerate(passes) if not isinstance(each, FitMemory | RecomputeLayers)), len(passes))
+    after = (*added, *passes[count:])
+    return (*(replace(each, after=after) if isinstance(each, FitMemory) else each for each in passes[:count]), *after)
 
 
 def recomputing(kind: RecomputeKind) -> tuple[Pass, ...]:

@@ -96,8 +96,8 @@ def step_of(
 def program(
     plan: Plan, graph: TrainGraph | LocalGraph, hardware: Hardware, passes: Sequence[Pass] | None = None
 ) -> LocalGraph:
-    """The program of a rank for `plan` after `passes`, by default as in a compiled step, and those that `Auto` chose;
-    of a pipeline that of all stages, before passes. A program of the plan is returned unchanged.
+    """The program of a rank for `plan`, after `passes` (default: those of a compiled step) and those that `Auto` chose.
+    A pipeline gives the program of all stages, before passes. A program of the plan is returned unchanged.
     """
     if isinstance(graph, TrainGraph) and plan.owners:
         return partition(graph, plan)

@@ -227,8 +227,8 @@ class StepOptions:
         elif budget is not None:
             raise PlanError("memory_bytes with parallel=Auto(...)", "one budget", "give Auto(memory_bytes=...) alone")
         else:
-            known = user.passes is None and backend.name != "inductor"  # what a search may put before
-            auto = user.parallel if known else replace(user.parallel, saves=False)
+            may_save = user.passes is None and backend.name != "inductor"  # a search puts passes before these
+            auto = user.parallel if may_save else replace(user.parallel, saves=False)
             strategies, budget = auto.base(mesh), auto.budget_bytes
         if not isinstance(backend, Eager) or user.cuda_graphs is True:
             strategies = strategies.without_host_reads()
